@@ -107,7 +107,7 @@ async def test_a_line_that_is_no_rollout_is_named_and_what_stands_there_is_kept(
     file = tmp_path / "journal" / "train-3.jsonl"
     whole = file.read_bytes()
     file.write_bytes(line + whole)
-    with pytest.raises(ConfigError, match=r"train-3\.jsonl, line 1 is no rollout of it .* Remove that line"):
+    with pytest.raises(ConfigError, match=r"train-3\.jsonl, line 1 is not a stored rollout .* Remove that line"):
         await fed(tmp_path, Policy(), [2, 3])
     assert file.read_bytes() == line + whole
     file.write_bytes(whole)
@@ -151,7 +151,7 @@ async def test_greedy_rollouts_are_kept_besides(tmp_path: Path) -> None:
 async def test_a_task_that_has_changed_under_its_id_is_refused(tmp_path: Path) -> None:
     await fed(tmp_path, Policy(), [2])
     changed = [Task("another", task.fields, id=task.id) for task in TASKS]
-    with pytest.raises(ConfigError, match="is another than it was"):
+    with pytest.raises(ConfigError, match="has changed"):
         await fed(tmp_path, Policy(), [2], tasks=changed)
 
 

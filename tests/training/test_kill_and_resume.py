@@ -36,7 +36,7 @@ class Exact(EmbeddedPolicy):
     async def generate(self, *arguments, **settings):
         async with self.one:
             generation = await super().generate(*arguments, **settings)
-            async with self.exclusive():
+            async with self.exclusive_access():
                 self.weights_updated(self.version)
         return generation
 

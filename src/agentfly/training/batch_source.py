@@ -1,8 +1,6 @@
-"""What the attempts at tasks teach: their rows within the limits, their baselines, and whether an advantage is left.
+"""BatchSource: collects the rollout groups of each training step and saves them before the update.
 
-Harvest: the groups that one step is trained on, and how it comes by them.
-
-Supply: where each step has its groups from, its files or rollouts, and where they are put on file.
+A resumed run reads the groups of a saved step from its files. Other steps take them from the `RolloutQueue`.
 """
 
 from __future__ import annotations
@@ -32,16 +30,13 @@ from agentfly.training.rows import RowBatch, apply_row_limits, overlong_penalty,
 
 
 def make_rows(trajectories: Iterable[Trajectory], config: TrainConfig) -> RowBatch:
-    """The rows of trajectories, with rewards less the penalty on length, and cut where they are too long."""
+    """Return the training rows of trajectories, after the overlong penalty and truncation."""
     batch = rows_from_trajectories(trajectories)
     return apply_row_limits(batch, overlong=config.overlong, max_row_tokens=config.max_row_tokens)
 
 
 def greedy_baselines(groups: Iterable[RolloutGroup], config: TrainConfig) -> dict[str, float]:
-    """The rewards of greedy rollouts that are sound, by the ids of their groups.
-
-    They are less the penalty on length, as the rewards that are compared with them.
-    """
+    """Return the rewards of valid greedy rollouts by group id, after the overlong penalty."""
     baselines = {}
     for group in groups:
         greedy = group.greedy
@@ -54,27 +49,27 @@ def greedy_baselines(groups: Iterable[RolloutGroup], config: TrainConfig) -> dic
 
 
 def has_learning_signal(group: RolloutGroup, config: TrainConfig) -> bool:
-    """Whether the algorithm, asked about a group alone, leaves any of its tokens an advantage.
+    """Return whether the algorithm gives any token of this group a nonzero advantage.
 
-    Only algorithms with ``supports_dynamic_sampling`` can be asked.
+    The algorithm must have ``supports_dynamic_sampling``.
     """
     algorithm = config.chosen_algorithm
     rows = make_rows(group.trajectories, config).rows
     baselines = greedy_baselines([group], config) if algorithm.needs_greedy else None
     if not rows or (baselines is not None and group.group_id not in baselines):
         return False
-    judged = algorithm.estimate(AdvantageInputs(rows, baselines=baselines), config.advantage)
-    return any(values.any() for values in judged.values)
+    advantages = algorithm.estimate(AdvantageInputs(rows, baselines=baselines), config.advantage)
+    return any(values.any() for values in advantages.values)
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The groups of one step.
+    """The rollout groups of one step.
 
     Attributes:
-        trained_groups: those that are trained on, in the order of the tasks.
-        dropped_groups: those that teach nothing, in the order of the tasks; none without dynamic sampling.
-        refills: how often others were rolled out in their place.
+        trained_groups: the groups to train on, in task order.
+        dropped_groups: groups without a learning signal, in task order; empty without dynamic sampling.
+        refills: number of times that replacement groups were rolled out.
     """
 
     trained_groups: tuple[RolloutGroup, ...]
@@ -83,17 +78,17 @@ class StepBatch:
 
     @property
     def groups(self) -> list[RolloutGroup]:
-        """All of them, in the order of the tasks."""
+        """All groups, in task order."""
         return sorted((*self.trained_groups, *self.dropped_groups), key=lambda group: group.number)
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """The rollouts of all groups, the greedy ones apart."""
+        """The rollouts of all groups, without the greedy ones."""
         return [trajectory for group in self.groups for trajectory in group.trajectories]
 
     @property
     def trained_trajectories(self) -> list[Trajectory]:
-        """The rollouts of the groups that are trained on."""
+        """The rollouts of the trained groups."""
         return [trajectory for group in self.trained_groups for trajectory in group.trajectories]
 
     @property
@@ -103,7 +98,7 @@ class StepBatch:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """How many groups it took, and how many of them were dropped."""
+        """The numbers of groups, dropped groups and refills."""
         return {
             "sampling/groups": float(len(self.trained_groups) + len(self.dropped_groups)),
             "sampling/dropped_groups": float(len(self.dropped_groups)),
@@ -112,21 +107,21 @@ class StepBatch:
 
 
 async def collect_step_batch(source: GroupSource, cursor: int, config: TrainConfig, *, steps_left: int) -> StepBatch:
-    """Gather the groups of the step that begins at ``cursor``, oldest first.
+    """Collect the groups of the step that begins at ``cursor``, in task order.
 
-    While they are gathered, the groups of the next ``max_staleness`` steps may run too: what begins under the weights
-    of now is trained after at most so many updates, since every step takes its groups from the head of the order. With
-    dynamic sampling, groups that teach nothing are made up for by the next groups of the order, so that the same groups
-    come to the same steps, whatever ended first.
+    While a step is collected, groups of the next ``max_staleness`` steps may also run. A group that starts under the
+    current weights is trained at most ``max_staleness`` updates later, because steps consume groups in task order.
+    Dynamic sampling replaces groups without a learning signal by the next groups of the order. The assignment of groups
+    to steps therefore does not depend on which group finishes first.
 
     Args:
-        source: where the groups come from.
-        cursor: number of the first.
+        source: provides the groups.
+        cursor: number of the first group.
         config: the run's settings.
-        steps_left: how many steps come after this one.
+        steps_left: number of steps after this one.
 
     Raises:
-        TooManyFailures: infrastructure spoiled too large a share of the rollouts.
+        FailureBudgetExceeded: too many rollouts failed because of infrastructure.
     """
     ahead = config.tasks_per_step * min(config.max_staleness, steps_left)
     at_a_time = (config.tasks_per_step + ahead) * config.attempts
@@ -166,17 +161,17 @@ def _count_failures(health: FailureBudget, group: RolloutGroup, rollouts: int) -
 
 
 class BatchSource:
-    """Gathers the groups of each step, and puts them on file before anything is learned from them.
+    """Collects the groups of each step and saves them before the update.
 
     Args:
         run: the run's directory.
         order: the tasks.
         runner: runs the rollouts.
-        journal: keeps them until they are in a step's file.
+        journal: keeps finished rollouts until the step's file contains them.
         config: the run's settings.
-        temperature: of the rollouts that are trained.
-        greedy: whether each task has a greedy rollout besides.
-        on_file: the last step of which a killed run has left the file.
+        temperature: sampling temperature of the trained rollouts.
+        greedy: whether each task also gets a greedy rollout.
+        on_file: the last step whose file an interrupted run has saved.
     """
 
     def __init__(
@@ -199,7 +194,7 @@ class BatchSource:
         self._temperature = temperature
         self._with_greedy = greedy
         self._on_file = on_file
-        self._feed: RolloutQueue | None = None
+        self._rollouts: RolloutQueue | None = None
         self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -211,34 +206,34 @@ class BatchSource:
         await self._open.aclose()
 
     async def next_batch(self, step: int, cursor: int) -> StepBatch:
-        """The groups of a step, which are on file when this returns.
+        """Return the groups of a step, saved to the step's files.
 
         Args:
             step: the step.
             cursor: number of its first group.
 
         Raises:
-            TooManyFailures: infrastructure spoiled too large a share of the rollouts.
+            FailureBudgetExceeded: too many rollouts failed because of infrastructure.
         """
-        gather = partial(collect_step_batch, cursor=cursor, config=self._config, steps_left=self._config.steps - step)
+        collect = partial(collect_step_batch, cursor=cursor, config=self._config, steps_left=self._config.steps - step)
         if step <= self._on_file:
-            gathered = await gather(await run_in_thread_to_completion(partial(self._replay, step)))
+            batch = await collect(await run_in_thread_to_completion(partial(self._replay, step)))
         else:
-            gathered = await gather(await self._open_queue(cursor))
-            await run_in_thread_to_completion(partial(self._save_step, step, gathered))
-        numbers = [group.number for group in gathered.groups]
+            batch = await collect(await self._open_queue(cursor))
+            await run_in_thread_to_completion(partial(self._save_step, step, batch))
+        numbers = [group.number for group in batch.groups]
         labels = (TRAIN, GREEDY) if self._with_greedy else (TRAIN,)
         await self._journal.remove_groups(f"{label}-{number}" for number in numbers for label in labels)
-        return gathered
+        return batch
 
     def pop_finished(self) -> list[Trajectory]:
-        """The rollouts that have ended since this was asked last, whatever becomes of them."""
-        return [] if self._feed is None else self._feed.pop_finished()
+        """Return the rollouts that finished since the last call, whether or not they are trained on."""
+        return [] if self._rollouts is None else self._rollouts.pop_finished()
 
     async def _open_queue(self, cursor: int) -> RolloutQueue:
-        """The feed, begun with the first step that is on no file."""
-        if self._feed is None:
-            feed = RolloutQueue(
+        """Return the queue; the first step without a saved file opens it."""
+        if self._rollouts is None:
+            rollouts = RolloutQueue(
                 self._runner,
                 self._order,
                 self._journal,
@@ -247,8 +242,8 @@ class BatchSource:
                 first=cursor,
                 greedy=self._with_greedy,
             )
-            self._feed = await self._open.enter_async_context(feed)
-        return self._feed
+            self._rollouts = await self._open.enter_async_context(rollouts)
+        return self._rollouts
 
     def _replay(self, step: int) -> ReplaySource:
         greedy = self._run.trajectories_file(step, "greedy")
@@ -259,18 +254,18 @@ class BatchSource:
             load_trajectories(greedy) if greedy.exists() else (),
         )
 
-    def _save_step(self, step: int, gathered: StepBatch) -> None:
-        """Write the files of a step; that of the trained rollouts comes last, and says that the step is on file."""
-        if gathered.greedy:
-            atomic_file(gathered.greedy, self._run.trajectories_file(step, "greedy"))
-        atomic_file(gathered.trajectories, self._run.trajectories_file(step))
+    def _save_step(self, step: int, batch: StepBatch) -> None:
+        """Write the files of a step. The training file comes last and marks the step as saved."""
+        if batch.greedy:
+            write_trajectories_atomically(batch.greedy, self._run.trajectories_file(step, "greedy"))
+        write_trajectories_atomically(batch.trajectories, self._run.trajectories_file(step))
 
 
-def atomic_file(trajectories: Sequence[Trajectory], path: Path) -> None:
-    """Write a file that is whole or not there at all, whenever the process or the machine stops.
+def write_trajectories_atomically(trajectories: Sequence[Trajectory], path: Path) -> None:
+    """Write a file that is either complete or absent, even after a crash or power loss.
 
     Raises:
-        PrerequisiteError: it cannot be written.
+        PrerequisiteError: the file cannot be written.
     """
     unfinished = path.with_suffix(".unfinished")
     try:

@@ -1,4 +1,4 @@
-"""Checkpoints: a Hugging Face directory each, with what is needed to go on beside it; whole, or not there at all."""
+"""Checkpoints: Hugging Face directories with the trainer's state, written atomically and verified by checksums."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMAT = 5
 """Version of the trainer's files in a checkpoint."""
 
 CHECKSUM_FILE = "SHA256SUMS"
-"""The file with the SHA-256 of every other file of a checkpoint, as ``sha256sum --check`` reads it."""
+"""The file with the SHA-256 of every other file of a checkpoint, in the format of ``sha256sum --check``."""
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainerState:
-    """How far a run has come, and what it is a run of.
+    """The progress of a run, and the settings that identify it.
 
     Attributes:
         step: number of finished steps.
@@ -42,12 +42,13 @@ class TrainerState:
         version: version of the policy's weights.
         model: name of the model that training began with.
         tasks: fingerprint of the tasks.
-        agent: what of the agent shapes its rollouts, by name (see `agentfly.training.resume.agent_traits`).
+        agent: properties of the agent that affect its rollouts, by name (see
+            `agentfly.rollouts.rollout_record.agent_fingerprint`).
         reward: name of the reward.
-        config: the run's settings, with the temperature in force.
-        curriculum: what chooses the tasks, in words; None where nothing does.
-        order: what the order of tasks needs besides the cursor.
-        evaluations: how the evaluations have gone so far.
+        config: the run's settings, with the effective temperature.
+        curriculum: description of the curriculum; None without one.
+        order: state of the task order, besides the cursor.
+        evaluations: the evaluation history.
     """
 
     step: int
@@ -70,12 +71,12 @@ class Checkpoints:
     complete, even after a crash or power loss.
 
     Args:
-        directory: where they are.
-        keep: how many to keep; older ones are removed when a new one is whole.
+        directory: directory of the checkpoints.
+        keep: number to keep. Older ones are removed when a new one is complete.
 
     Attributes:
-        current: the checkpoint that the run stands at: the one that `latest_valid` found or `save` made last. Others may have
-            a higher step and be damaged.
+        current: the checkpoint that `latest_valid` found or `save` wrote last. Damaged checkpoints may have a higher
+            step.
     """
 
     def __init__(self, directory: Path, *, keep: int) -> None:
@@ -84,16 +85,16 @@ class Checkpoints:
         self.current: Path | None = None
 
     def saved(self) -> list[tuple[int, Path]]:
-        """The checkpoints with their steps, lowest step first; damaged ones too."""
+        """Return the steps and paths of all checkpoints, lowest step first, including damaged ones."""
         return numbered(self._directory.glob("step-*"), "step-")
 
     def latest_valid(self) -> Path | None:
-        """The newest checkpoint whose files are as they were written; None where there is no checkpoint at all.
+        """Return the newest undamaged checkpoint; None if there is no checkpoint at all.
 
-        A damaged one is passed over, with a warning.
+        Damaged checkpoints are skipped with a warning.
 
         Raises:
-            ConfigError: there are checkpoints, and all are damaged.
+            ConfigError: all checkpoints are damaged.
         """
         damages = []
         for _, path in reversed(self.saved()):
@@ -111,14 +112,14 @@ class Checkpoints:
         return None
 
     def best(self) -> Path | None:
-        """The checkpoint of the best step, which the link ``best`` leads to."""
+        """Return the target of the link ``best``, the checkpoint of the best step."""
         link = self._directory / "best"
         return link.resolve() if link.is_symlink() and link.exists() else None
 
     def mark_best(self, step: int | None) -> None:
-        """Have the link ``best`` lead to the checkpoint of a step, which is kept from then on.
+        """Point the link ``best`` at the checkpoint of a step. `save` does not remove that checkpoint.
 
-        None, and a step without a checkpoint, take the link away, so that no checkpoint is kept for being the best.
+        None, or a step without a checkpoint, removes the link.
         """
         name = None if step is None else f"step-{step:06d}"
         if name is None or not (self._directory / name).is_dir():
@@ -129,14 +130,14 @@ class Checkpoints:
         made.replace(self._directory / "best")
 
     def save(self, step: int, write: Callable[[Path], None], *, best: int = 0) -> Path:
-        """Make the checkpoint of a step, with the files that ``write`` puts into the directory it is given.
+        """Write the checkpoint of a step.
 
-        Checkpoints of this step and of later ones go: the run has come here from an earlier one, past them.
+        Existing checkpoints of this and later steps are removed: the run was resumed from an earlier one.
 
         Args:
             step: the step.
-            write: writes the files.
-            best: the best step so far, whose checkpoint is kept; 0 if there is none.
+            write: writes the files into the directory that it is called with.
+            best: the best step so far, whose checkpoint is kept; 0 for none.
 
         Raises:
             PrerequisiteError: the disk is full.
@@ -174,7 +175,7 @@ class Checkpoints:
         return final
 
     def remove_partial(self) -> None:
-        """Remove what a process that was stopped while it saved or removed a checkpoint has left."""
+        """Remove the partial files of a process that died while it saved or removed a checkpoint."""
         for path in self._directory.glob(".unfinished-*"):
             if path.is_symlink():
                 path.unlink()
@@ -182,14 +183,14 @@ class Checkpoints:
                 shutil.rmtree(path)
 
     def _remove(self, path: Path) -> None:
-        """Take the name away first, so that a checkpoint that is half removed is not taken for a whole one."""
+        """Remove a checkpoint. It is renamed first, so that a partly removed one never looks complete."""
         unfinished = path.with_name(f".unfinished-removed-{path.name}")
         path.rename(unfinished)
         shutil.rmtree(unfinished)
 
 
 def find_damage(path: Path) -> str:
-    """What is wrong with the files of a checkpoint; empty if each is there and as it was written."""
+    """Return what is wrong with the files of a checkpoint, or an empty string if all match their checksums."""
     sums = path / CHECKSUM_FILE
     try:
         expected = [line.split("  ", 1) for line in sums.read_text(encoding="utf-8").splitlines()]
@@ -213,10 +214,10 @@ def find_damage(path: Path) -> str:
 
 
 def require_valid(path: Path) -> Path:
-    """A checkpoint, if its files are as they were written.
+    """Return ``path`` if the checkpoint's files match their checksums.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: they do not.
     """
     if damage := find_damage(path):
         raise ConfigError(f"The checkpoint {path} is damaged: {damage}. Take another one, or bring its files back.")
@@ -234,25 +235,25 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_trainer_state(path: Path, place: TrainerState, learner: dict[str, Any]) -> None:
-    """Write what a run needs beside the model to go on, into the checkpoint at ``path``.
+def write_trainer_state(path: Path, state: TrainerState, learner: dict[str, Any]) -> None:
+    """Write the state that a resumed run needs besides the model.
 
     Args:
         path: the checkpoint.
-        place: how far the run has come.
+        state: the run's progress.
         learner: state of the learner, tensors and plain values.
     """
-    write_state_files(path, "state.json", asdict(place), learner)
+    write_state_files(path, "state.json", asdict(state), learner)
 
 
 def write_state_files(path: Path, name: str, about: Mapping[str, Any], learner: Mapping[str, Any]) -> None:
-    """Write what is needed beside the model into the checkpoint at ``path``, where `read_learner_state` finds the learner's.
+    """Write a JSON file and the learner's state below ``trainer/`` of a checkpoint.
 
     Args:
         path: the checkpoint.
-        name: the JSON file of ``about``, below ``trainer/``.
-        about: what is known of the run.
-        learner: state of the learner, tensors and plain values.
+        name: name of the JSON file.
+        about: content of the JSON file.
+        learner: state of the learner, tensors and plain values; see `read_learner_state`.
     """
     folder = path / "trainer"
     folder.mkdir()
@@ -261,21 +262,21 @@ def write_state_files(path: Path, name: str, about: Mapping[str, Any], learner: 
 
 
 def read_trainer_state(path: Path) -> TrainerState:
-    """How far the run of the checkpoint at ``path`` had come.
+    """Return the trainer state of the checkpoint at ``path``.
 
     Raises:
-        ConfigError: the directory is no checkpoint of this version of AgentFly.
+        ConfigError: the directory is not a checkpoint of this version of AgentFly.
     """
     return read_state(path, "state.json", trainer_state_from)
 
 
-def read_state(path: Path, name: str, made_of: Callable[[dict[str, Any]], T]) -> T:
-    """What `write_state_files` wrote into the checkpoint at ``path``.
+def read_state(path: Path, name: str, parse: Callable[[dict[str, Any]], T]) -> T:
+    """Read a JSON file that `write_state_files` wrote.
 
     Args:
         path: the checkpoint.
         name: the JSON file below ``trainer/``.
-        made_of: makes it of its plain values.
+        parse: makes the result from the file's plain values.
 
     Raises:
         ConfigError: the file is missing, damaged or of another version of AgentFly.
@@ -286,19 +287,19 @@ def read_state(path: Path, name: str, made_of: Callable[[dict[str, Any]], T]) ->
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
         if value.pop("format") == FORMAT:
-            return made_of(value)
+            return parse(value)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} is damaged: {describe_error(error)}. Resume another checkpoint.") from None
     raise ConfigError(f"{file} was written by another version of AgentFly, and cannot be resumed by this one.")
 
 
 def trainer_state_from(value: dict[str, Any]) -> TrainerState:
-    """A place from its plain values, as `dataclasses.asdict` gives them."""
+    """Return the trainer state for plain values from `dataclasses.asdict`."""
     return TrainerState(**{**value, "evaluations": EvaluationHistory(**value["evaluations"])})
 
 
 def read_learner_state(path: Path) -> dict[str, Any]:
-    """State of the learner in the checkpoint at ``path``.
+    """Return the learner's state of the checkpoint at ``path``.
 
     Raises:
         ConfigError: the file is missing or damaged.
@@ -306,7 +307,7 @@ def read_learner_state(path: Path) -> dict[str, Any]:
     file = path / "trainer" / "learner.pt"
     try:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch's unpickler raises whatever the bytes lead it to
+    except Exception as error:  # damaged bytes make torch's unpickler raise any type
         raise ConfigError(f"{file} is damaged: {describe_error(error)}. Resume another checkpoint.") from None
     return state
 
@@ -314,8 +315,8 @@ def read_learner_state(path: Path) -> dict[str, Any]:
 def write_model(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write model, tokenizer and chat template as a Hugging Face directory.
 
-    Of a model with adapters, only these are written, beside its configuration: `load_policy` finds the rest where the
-    model was loaded from.
+    For a model with adapters, only the adapters and their configuration are written. `load_policy` loads the base
+    weights from their original location.
     """
     with quiet_transformers():
         if has_adapters(model):
@@ -326,10 +327,10 @@ def write_model(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokeniz
 
 
 def load_weights(model: PreTrainedModel, path: Path) -> None:
-    """Put the weights of the checkpoint at ``path`` into a model, in place: its adapters, if it has any, else all.
+    """Load the weights of a checkpoint into a model in place: only its adapters if it has any, else all weights.
 
     Raises:
-        ConfigError: they are damaged, or the weights of a model of another shape.
+        ConfigError: the weights are damaged, or belong to a model of another shape.
     """
     if has_adapters(model):
         load_adapters(model, path)
@@ -347,7 +348,7 @@ def load_weights(model: PreTrainedModel, path: Path) -> None:
 
 
 def fsync_tree(path: Path, *, deep: bool = True) -> None:
-    """Return when a directory (and, if ``deep``, all that is in it) would survive a power cut."""
+    """Sync a directory to disk and, if ``deep``, all its contents."""
     for entry in path.iterdir() if deep else ():
         if entry.is_dir():
             fsync_tree(entry)

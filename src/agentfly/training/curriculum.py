@@ -1,7 +1,4 @@
-"""TaskOrder: which tasks come when, as a function of the seed alone.
-
-Curriculum: which tasks an epoch has, and in which order, by what came of them before.
-"""
+"""TaskOrder and Curriculum: which tasks each epoch contains, and in which order."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ from agentfly.rollouts.metrics import is_success
 
 
 class TaskOrder:
-    """An endless row of tasks: epochs, each with every task once, in an order of its own.
+    """An endless sequence of tasks. Each epoch contains every task once, in a shuffled order of its own.
 
-    A place in the row is a number, the cursor. Nothing has to be remembered but it: the same tasks, seed and cursor
-    give the same tasks again, so that a run that goes on from a checkpoint skips none and repeats none.
+    The cursor is an index into the sequence. The tasks, the seed and the cursor determine the rest of the sequence, so
+    that a resumed run neither skips nor repeats a task.
 
     Args:
         tasks: the tasks of an epoch.
@@ -35,72 +32,72 @@ class TaskOrder:
 
     @property
     def fingerprint(self) -> str:
-        """Tells whether two orders are made of the same tasks."""
+        """A hash that is equal for orders of the same tasks."""
         return hashlib.sha256("\n".join(task.canonical_json for task in self._tasks).encode()).hexdigest()[:16]
 
     def take(self, cursor: int, count: int) -> list[Task]:
         """The ``count`` tasks from ``cursor`` on."""
         size = len(self._tasks)
         epochs = {epoch: self._shuffled(epoch) for epoch in range(cursor // size, (cursor + count - 1) // size + 1)}
-        return [self._tasks[epochs[place // size][place % size]] for place in range(cursor, cursor + count)]
+        return [self._tasks[epochs[index // size][index % size]] for index in range(cursor, cursor + count)]
 
     def extend_to(self, until: int) -> None:
-        """Settle the order before this place by what is known now."""
+        """Fix the order before this index, from the results recorded so far."""
 
     def record_results(self, trajectories: Iterable[Trajectory]) -> None:
-        """Take in what came of tasks."""
+        """Record the results of rollouts."""
 
     def state(self, cursor: int) -> dict[str, Any]:
-        """What is needed besides the cursor to go on from there, as plain values."""
+        """Return the state that a resume needs besides the cursor, as plain values."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Restore what `state` returned."""
 
     def metrics(self, cursor: int) -> dict[str, float]:
-        """The order at that place in numbers."""
+        """Return metrics of the order at the cursor."""
         return {"tasks/epoch": float(cursor // len(self._tasks))}
 
     def _shuffled(self, epoch: int) -> list[int]:
-        places = list(range(len(self._tasks)))
-        random.Random(f"{self._seed}/{epoch}").shuffle(places)
-        return places
+        indices = list(range(len(self._tasks)))
+        random.Random(f"{self._seed}/{epoch}").shuffle(indices)
+        return indices
 
 
 MAX_HISTORY = 64
-"""Rollouts of a task that are remembered, the latest ones."""
+"""Number of the latest rollouts of a task that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """What came of a task in the training so far. Rollouts that are unscored or spoiled do not count.
+    """The results of a task so far. Unscored rollouts and infrastructure failures do not count.
 
     Attributes:
-        tries: number of its rollouts.
-        latest: whether each of the last rollouts, up to `MAX_HISTORY` of them, solved it; oldest first.
+        tries: number of rollouts of the task.
+        latest: whether each of the last `MAX_HISTORY` rollouts solved the task; oldest first.
     """
 
     tries: int = 0
     latest: tuple[bool, ...] = ()
 
     def success_rate(self, tries: int = MAX_HISTORY) -> float | None:
-        """Share of the last ``tries`` rollouts that solved the task; None before the first."""
+        """Return the fraction of the last ``tries`` rollouts that solved the task; None before the first."""
         last = self.latest[-tries:]
         return sum(last) / len(last) if last else None
 
     def after(self, solved: Iterable[bool]) -> TaskRecord:
-        """The record with further rollouts."""
+        """Return the record with further results."""
         new = tuple(solved)
         return TaskRecord(self.tries + len(new), (*self.latest, *new)[-MAX_HISTORY:])
 
 
 class Curriculum:
-    """Chooses and orders the tasks of each epoch. A subclass says how, by one of its methods or by both.
+    """Chooses and orders the tasks of each epoch. A subclass overrides `keeps`, `rank` or both.
 
-    They are asked when an epoch begins, of every task, and have to answer by their arguments alone, so that a run
-    which is gone on with has the same order of tasks. An epoch that would be left with no task has them all.
+    Both are called for every task at the start of an epoch. They must depend on their arguments only, so that a resumed
+    run has the same task order. If no task is kept, the epoch contains all of them.
 
-    A run is gone on with by the same curriculum: one that says of itself (``repr``) what it said when the run began.
+    A resumed run needs a curriculum with the same ``repr`` as at its start.
     """
 
     def __repr__(self) -> str:
@@ -108,25 +105,25 @@ class Curriculum:
         return f"{type(self).__qualname__}({settings})"
 
     def keeps(self, task: Task, record: TaskRecord) -> bool:
-        """Whether the next epoch has the task."""
+        """Return whether the next epoch contains the task."""
         return True
 
     def rank(self, task: Task, record: TaskRecord) -> float:
-        """Tasks of lower rank come first; those of the same rank in an order of chance."""
+        """Return the sort key of the task: lower ranks come first, equal ranks in random order."""
         return 0.0
 
 
 @dataclass(frozen=True)
 class BySuccessRate(Curriculum):
-    """Leaves out what is always or never solved, and takes what is solved more often first.
+    """Skips tasks that are always or never solved, and orders the others by success rate, easiest first.
 
-    A task that was not tried yet is kept, and comes between those that were solved more and less than half the time.
+    An untried task is kept, with an assumed success rate of one half.
 
     Args:
-        tries: how many of a task's last rollouts are looked at, at most `MAX_HISTORY`; with fewer it is kept.
-        skip_solved: leave out tasks that all of these solved.
-        skip_unsolved: leave out tasks that none of these solved.
-        easiest_first: order the tasks; else they come in an order of chance.
+        tries: number of a task's last rollouts to consider, at most `MAX_HISTORY`; a task with fewer is kept.
+        skip_solved: skip tasks that all of these rollouts solved.
+        skip_unsolved: skip tasks that none of these rollouts solved.
+        easiest_first: sort by success rate; otherwise the order is random.
     """
 
     tries: int = 16
@@ -151,23 +148,23 @@ class BySuccessRate(Curriculum):
 
 @dataclass(frozen=True, slots=True)
 class _Epoch:
-    """The tasks of an epoch, by their places in the data set, and the place in the row where it begins."""
+    """The tasks of an epoch, as indices into the data set, and the epoch's start in the sequence."""
 
     number: int
     start: int
-    places: list[int]
+    indices: list[int]
 
     @property
     def stop(self) -> int:
-        return self.start + len(self.places)
+        return self.start + len(self.indices)
 
 
 class CurriculumTaskOrder(TaskOrder):
-    """A `TaskOrder` whose epochs a curriculum draws, each when it is first asked for.
+    """A `TaskOrder` with a curriculum, which draws each epoch when it is first needed.
 
     Args:
-        tasks, seed: as of `TaskOrder`.
-        curriculum: draws the epochs.
+        tasks, seed: see `TaskOrder`.
+        curriculum: chooses and orders the tasks of each epoch.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int, curriculum: Curriculum) -> None:
@@ -180,19 +177,19 @@ class CurriculumTaskOrder(TaskOrder):
         """The ``count`` tasks from ``cursor`` on."""
         self.extend_to(cursor + count)
         return [
-            self._tasks[self._epoch_at(place).places[place - self._epoch_at(place).start]]
-            for place in range(cursor, cursor + count)
+            self._tasks[self._epoch_at(index).indices[index - self._epoch_at(index).start]]
+            for index in range(cursor, cursor + count)
         ]
 
     def extend_to(self, until: int) -> None:
-        """Settle the order before this place by what is known now."""
+        """Fix the order before this index, from the results recorded so far."""
         while not self._epochs or self._epochs[-1].stop < until:
             last = self._epochs[-1] if self._epochs else None
             number = last.number + 1 if last else 0
             self._epochs.append(_Epoch(number, last.stop if last else 0, self._draw_epoch(number)))
 
     def record_results(self, trajectories: Iterable[Trajectory]) -> None:
-        """Take in what came of tasks."""
+        """Record the results of rollouts."""
         for trajectory in trajectories:
             solved = is_success(trajectory)
             if solved is not None and not trajectory.infrastructure_failed:
@@ -200,10 +197,10 @@ class CurriculumTaskOrder(TaskOrder):
                 self._records[trajectory.task.id] = record.after([solved])
 
     def state(self, cursor: int) -> dict[str, Any]:
-        """What is needed besides the cursor to go on from there, as plain values."""
+        """Return the state that a resume needs besides the cursor, as plain values."""
         self._epochs = [epoch for epoch in self._epochs if epoch.stop > cursor] or self._epochs[-1:]
         return {
-            "epochs": [[epoch.number, epoch.start, epoch.places] for epoch in self._epochs],
+            "epochs": [[epoch.number, epoch.start, epoch.indices] for epoch in self._epochs],
             "records": {
                 name: [record.tries, "".join(str(int(solved)) for solved in record.latest)]
                 for name, record in self._records.items()
@@ -211,28 +208,28 @@ class CurriculumTaskOrder(TaskOrder):
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
-        self._epochs = [_Epoch(number, start, places) for number, start, places in state["epochs"]]
+        """Restore what `state` returned."""
+        self._epochs = [_Epoch(number, start, indices) for number, start, indices in state["epochs"]]
         self._records = {
             name: TaskRecord(tries, tuple(letter == "1" for letter in latest))
             for name, (tries, latest) in state["records"].items()
         }
 
     def metrics(self, cursor: int) -> dict[str, float]:
-        """The order at that place in numbers: the epoch, and how many tasks it leaves out."""
+        """Return the epoch at the cursor and the number of tasks that it excludes."""
         epoch = self._epoch_at(max(cursor - 1, 0))
-        return {"tasks/epoch": float(epoch.number), "tasks/left_out": float(len(self._tasks) - len(epoch.places))}
+        return {"tasks/epoch": float(epoch.number), "tasks/left_out": float(len(self._tasks) - len(epoch.indices))}
 
-    def _epoch_at(self, place: int) -> _Epoch:
-        return next(epoch for epoch in reversed(self._epochs) if epoch.start <= place)
+    def _epoch_at(self, index: int) -> _Epoch:
+        return next(epoch for epoch in reversed(self._epochs) if epoch.start <= index)
 
     def _draw_epoch(self, number: int) -> list[int]:
-        places = self._shuffled(number)
-        kept = [place for place in places if self._curriculum.keeps(*self._task_and_record(place))] or places
+        indices = self._shuffled(number)
+        kept = [index for index in indices if self._curriculum.keeps(*self._task_and_record(index))] or indices
         return sorted(kept, key=self._rank)
 
-    def _rank(self, place: int) -> float:
-        task, record = self._task_and_record(place)
+    def _rank(self, index: int) -> float:
+        task, record = self._task_and_record(index)
         rank: object = self._curriculum.rank(task, record)
         if isinstance(rank, (int, float)) and not math.isnan(rank):
             return rank
@@ -241,16 +238,16 @@ class CurriculumTaskOrder(TaskOrder):
             "tasks could be ordered by. Return a number from rank()."
         )
 
-    def _task_and_record(self, place: int) -> tuple[Task, TaskRecord]:
-        task = self._tasks[place]
+    def _task_and_record(self, index: int) -> tuple[Task, TaskRecord]:
+        task = self._tasks[index]
         return task, self._records.get(task.id, TaskRecord())
 
 
 def make_task_order(tasks: Sequence[Task], seed: int, curriculum: Curriculum | None) -> TaskOrder:
-    """The order of tasks in a run.
+    """Return the task order of a run.
 
     Raises:
-        UsageError: ``curriculum`` is none.
+        UsageError: ``curriculum`` is not a `Curriculum`.
     """
     if curriculum is None:
         return TaskOrder(tasks, seed)

@@ -1,6 +1,6 @@
-"""Evaluator: tries held-out tasks, and does not do again what it did before a run was killed.
+"""Evaluator: evaluates the policy on held-out tasks, and keeps the history for early stopping.
 
-Standing: how the evaluations of a run have gone so far, and whether it has seen enough.
+A resumed run reuses the evaluations and rollouts that finished before it was interrupted.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from agentfly.training.config.groups import EarlyStopConfig
 from agentfly.training.config.train_config import TrainConfig
 
 LABEL = "eval"
-"""What the ids of the rollouts begin with, in every evaluation: named alike, rollouts of one seed sample alike."""
+"""Prefix of evaluation rollout ids. Equal ids make rollouts with the same seed sample the same tokens."""
 
 
 class Evaluator:
-    """Tries the held-out tasks of a run.
+    """Evaluates the policy on the held-out tasks of a run.
 
     Args:
         run: the run's directory.
-        tasks: the held-out tasks; with none there is nothing to do.
+        tasks: the held-out tasks.
         config: the run's settings.
-        events: where events go.
+        events: receives `EvaluationFinished`.
     """
 
     def __init__(self, run: RunDirectory, tasks: Sequence[Task], config: TrainConfig, events: EventStream) -> None:
@@ -43,10 +43,10 @@ class Evaluator:
         self._events = events
 
     async def evaluate(self, runner: Runner, step: int) -> dict[str, float]:
-        """The metrics of the evaluation after that many steps.
+        """Return the metrics of the evaluation after ``step`` steps.
 
-        Where it is on record, nothing is rolled out and nobody is told again; where it was cut short, only what had
-        not finished is rolled out.
+        A recorded evaluation is returned without rollouts and without an event. After an interruption, only the
+        unfinished rollouts run.
         """
         known = next((row.values for row in self._run.metrics("eval") if row.step == step), None)
         if known is not None:
@@ -70,7 +70,7 @@ class Evaluator:
         return replace(params, temperature=self._config.eval_temperature)
 
     def _record(self, runner: Runner, step: int) -> tuple[RolloutRecord, dict[str, Any]]:
-        """The record of an evaluation, begun anew where it was of another one."""
+        """Return the record of an evaluation and its settings; a record with other settings is replaced."""
         path = self._run.trajectories_file(step, "eval")
         settings = runner.settings_fingerprint(self._sampling) | {
             "the number of attempts": self._config.eval_attempts,
@@ -88,12 +88,12 @@ class Evaluator:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationHistory:
-    """The evaluations so far, by the metric that is looked at; more is better.
+    """The best evaluation so far by ``eval_metric``; higher is better.
 
     Attributes:
-        best: its best value; None before the first evaluation.
-        best_step: the step after which it was that.
-        evaluations_since_best: how many evaluations have come since then.
+        best: best value of the metric; None before the first evaluation.
+        best_step: step of the best evaluation.
+        evaluations_since_best: number of evaluations after the best one.
     """
 
     best: float | None = None
@@ -101,23 +101,23 @@ class EvaluationHistory:
     evaluations_since_best: int = 0
 
     def with_evaluation(self, step: int, metrics: Mapping[str, float], metric: str) -> EvaluationHistory:
-        """The standing after one more evaluation.
+        """Return the history with one more evaluation.
 
         Raises:
-            ConfigError: no evaluation so far had the metric, this one included.
+            ConfigError: no evaluation so far, including this one, has the metric.
         """
         value = metrics.get(metric)
         if value is None:
             if self.best is None:
                 near = suggest_name(metric, sorted(metrics))
                 raise ConfigError(f"eval_metric={metric!r}: the evaluation has no such metric. {near}")
-            return self  # such as the mean of rewards where not one rollout could be scored
+            return self  # for example reward/mean when no rollout was scored
         if self.best is None or value > self.best:
             return EvaluationHistory(value, step, 0)
         return EvaluationHistory(self.best, self.best_step, self.evaluations_since_best + 1)
 
     def stop_reason(self, rule: EarlyStopConfig | None, metric: str) -> str:
-        """Why the run is to end now, in words; empty if it is to go on."""
+        """Return why the run should stop now, or an empty string if it should continue."""
         if rule is None or self.best is None:
             return ""
         if rule.target is not None and self.best >= rule.target:

@@ -1,4 +1,4 @@
-"""Journal: the rollouts that have ended and are in no step's file yet, so that a killed run does not run them again."""
+"""Journal: finished rollouts that no step's file contains yet. A resumed run does not repeat them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from agentfly.rollouts.rollout_record import StoredRollout, has_finished, open_l
 
 
 class Journal:
-    """A file for each group whose attempts are under way or wait to be trained; its lines are those that have ended.
+    """One file per group that is running or waits to be trained on, with one line per finished attempt.
 
-    A group is known by its id, which in a training run is its place in the order of tasks: the same in a resumed run.
-    Once a step's own file holds a group, `remove_groups` removes its file here. What infrastructure spoiled is run again.
+    The group id contains the group's index in the task order, which is the same in a resumed run. When a step's own
+    file contains a group, `remove_groups` deletes the group's file here. Infrastructure failures are run again.
 
     Args:
-        directory: where the files are.
+        directory: directory of the files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -40,10 +40,10 @@ class Journal:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        """Within the block rollouts are kept. One process trains in a run's directory at a time.
+        """Lock the directory and record rollouts within the block.
 
         Raises:
-            ConfigError: another process does.
+            ConfigError: another process trains in this directory.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         lock = self._directory / ".lock"
@@ -51,43 +51,43 @@ class Journal:
         try:
             yield
         finally:
-            await asyncio.shield(self._writer.start(lambda: None))  # what is being written comes to its end
+            await asyncio.shield(self._writer.start(lambda: None))  # waits for pending writes
             self._writer.close()
             lock.unlink(missing_ok=True)
             file.close()
             with contextlib.suppress(OSError):
                 self._directory.rmdir()
 
-    # --- what the run is a run of, before there is a checkpoint that says so ------------------------------------------
+    # --- the run's settings, until the first checkpoint has them ------------------------------------------------------
 
     def read_manifest(self) -> dict[str, Any] | None:
-        """What `begin` was told last; None if that is not known."""
+        """Return the last manifest; None if there is none."""
         try:
             value: dict[str, Any] = json.loads(self._manifest_file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
         return value
 
-    def write_manifest(self, with_: dict[str, Any]) -> None:
-        """A run begins: remember what it is made with, as plain values, until there is a checkpoint that says so."""
-        replace_text(self._manifest_file, json.dumps(with_))
+    def write_manifest(self, manifest: dict[str, Any]) -> None:
+        """Save what the run was started with, as plain values. It serves until the first checkpoint."""
+        replace_text(self._manifest_file, json.dumps(manifest))
 
     def remove_manifest(self) -> None:
-        """There is a checkpoint that says what the run is made with."""
+        """Delete the manifest, because a checkpoint now contains it."""
         self._manifest_file.unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Delete all files."""
         for path in self._directory.glob("*.json*"):
             path.unlink()
 
     # --- as the record of a batch -------------------------------------------------------------------------------------
 
     def finished(self, group: AttemptGroup, attempt: int) -> StoredRollout | None:
-        """What came of an attempt that had finished before.
+        """Return the stored rollout of an attempt; None if it has not finished.
 
         Raises:
-            ConfigError: the task is another than the one that the attempt was made at.
+            ConfigError: the task has changed since the attempt.
         """
         if group.group_id not in self._found:
             self._found[group.group_id] = self._read(self._file(group.group_id))
@@ -95,20 +95,20 @@ class Journal:
         if attempt == group.attempts - 1:
             del self._found[group.group_id]
         if found is None or found.trajectory.task.id != group.task.id:
-            return None  # with a curriculum, another task may have come to this place in a run of other length
+            return None  # with a curriculum, a run of another length may have another task at this index
         if found.trajectory.task.canonical_json != group.task.canonical_json:
             raise ConfigError(
-                f"The rollouts in {self._directory} cannot be gone on with: the task {group.task.id!r} is another than "
-                "it was. Give tasks that have changed another id, or begin a new run."
+                f"The rollouts in {self._directory} cannot be resumed: the task {group.task.id!r} has changed. "
+                "Give changed tasks another id, or begin a new run."
             )
         return found
 
     def append(self, group: AttemptGroup, trajectories: Sequence[Trajectory], *, scored: bool) -> asyncio.Future[None]:
-        """Have trajectories of a group written; done when the system has them. The last line on an attempt counts."""
+        """Write trajectories of a group in the background. The last line of an attempt counts."""
         return self._writer.start(self._append, group.group_id, tuple(trajectories), scored)
 
     async def remove_groups(self, group_ids: Iterable[str]) -> None:
-        """Remove the files of groups."""
+        """Delete the files of groups."""
         paths = [self._file(group_id) for group_id in group_ids]
 
         def remove() -> None:
@@ -123,10 +123,10 @@ class Journal:
         return self._directory / f"{group_id}.jsonl"
 
     def _read(self, path: Path) -> dict[int, StoredRollout]:
-        """The attempts in a file; a last line that was cut by the end of the process that wrote it is taken away.
+        """Return the finished attempts in a file, and remove an incomplete last line that a crash has left.
 
         Raises:
-            ConfigError: a line is none that was written here.
+            ConfigError: a line is not a stored rollout.
         """
         found: dict[int, StoredRollout] = {}
         if not path.is_file():
@@ -141,8 +141,8 @@ class Journal:
                     trajectory, scored = Trajectory.from_json(value), bool(value["scored"])
                 except (ConfigError, ValueError, KeyError, TypeError, RecursionError) as error:
                     raise ConfigError(
-                        f"The run cannot be gone on with: {path}, line {number} is no rollout of it ({describe_error(error)}). "
-                        "Remove that line, and the rollout is made again."
+                        f"The run cannot be resumed: {path}, line {number} is not a stored rollout "
+                        f"({describe_error(error)}). Remove that line, and the rollout is run again."
                     ) from error
                 found[trajectory.attempt] = StoredRollout(trajectory, scored)
                 whole += len(line)
@@ -157,9 +157,9 @@ class Journal:
             with path.open("ab") as file:
                 file.write(lines)
         except OSError as error:
-            with contextlib.suppress(OSError):  # what has got there of a line would spoil the next
+            with contextlib.suppress(OSError):  # a partial line would corrupt the next one
                 os.truncate(path, before)
             raise PrerequisiteError(
-                f"The rollouts of the run cannot be kept in {self._directory}: {error.strerror}. Free some space, and "
+                f"The rollouts of the run cannot be saved in {self._directory}: {error.strerror}. Free some space, and "
                 "go on with --resume (in Python: resume=True)."
             ) from error

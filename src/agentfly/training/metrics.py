@@ -1,7 +1,4 @@
-"""Metrics of a batch as training sees it: groups, rows and what was left out.
-
-Durations: how long rollouts take, and how much of that goes by while the weights are updated.
-"""
+"""Training metrics of groups, rows, excluded trajectories and rollout durations."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from agentfly.training.rows import Row, RowBatch
 
 
 def group_metrics(trajectories: Sequence[Trajectory], batch: RowBatch) -> dict[str, float]:
-    """Whether the groups of a step differ in their rewards, those that dynamic sampling dropped included.
+    """Return metrics of the reward variance within the groups of a step, including dropped groups.
 
     Args:
         trajectories: all trajectories of the step.
@@ -36,7 +33,7 @@ def group_metrics(trajectories: Sequence[Trajectory], batch: RowBatch) -> dict[s
 
 
 def row_metrics(batch: RowBatch, version: int) -> dict[str, float]:
-    """The rows that a step learns from, in numbers, all of which are finite.
+    """Return metrics of the rows that a step learns from. All are finite.
 
     Args:
         batch: the rows.
@@ -61,7 +58,7 @@ def _has_zero_variance(rewards: Mapping[str, float]) -> bool:
 
 
 def _singleton_fraction(rows: Sequence[Row]) -> float:
-    """Share of the agent's turns that are alone in their state: no other turn of their group was taken in it."""
+    """Return the fraction of the agent's turns whose state no other turn of their group has."""
     taken = Counter(
         (row.group_id, turn.anchor) for row in rows if not row.agent for turn in row.turns if turn.kind == "act"
     )
@@ -70,17 +67,17 @@ def _singleton_fraction(rows: Sequence[Row]) -> float:
 
 
 DISPATCHED, TRAINED = "rollout_seconds/dispatched", "rollout_seconds/trained"
-"""Names of the two distributions: of the rollouts that have ended since the step before, whatever becomes of them, and
-of those that a step was trained on. Were slow rollouts trained less often than others, they would differ."""
+"""Names of two distributions: all rollouts that finished since the previous step, and the trained ones. They differ if
+slow rollouts are trained less often than others."""
 
 
 def durations(trajectories: Iterable[Trajectory]) -> list[float]:
-    """Wall times of rollouts, in seconds."""
+    """Return the wall times of rollouts, in seconds."""
     return [trajectory.seconds.get("total", 0.0) for trajectory in trajectories]
 
 
 def duration_metrics(distributions: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Distributions of durations, by name, as metrics; of an empty one there is but the count."""
+    """Return statistics of named distributions of durations. An empty distribution has only its count."""
     metrics = {}
     for name, seconds in distributions.items():
         metrics[f"{name}/count"] = float(len(seconds))
@@ -93,18 +90,18 @@ def duration_metrics(distributions: Mapping[str, Sequence[float]]) -> dict[str, 
 
 
 def _quantile(ordered: list[float], share: float) -> float:
-    """The value below which that share lies, between neighbours in proportion."""
-    place = share * (len(ordered) - 1)
-    low = int(place)
+    """Return a quantile by linear interpolation."""
+    position = share * (len(ordered) - 1)
+    low = int(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 class RolloutBusyTimer:
-    """Tells for how long rollouts of some label were under way; a subscriber of events.
+    """Measures for how long at least one rollout with a label was running; an event subscriber.
 
     Args:
-        label: what the ids of their groups begin with.
+        label: prefix of the group ids.
     """
 
     def __init__(self, label: str) -> None:
@@ -126,5 +123,5 @@ class RolloutBusyTimer:
 
     @property
     def seconds(self) -> float:
-        """The seconds in which at least one was under way."""
+        """The seconds during which at least one rollout was running."""
         return self._seconds + (time.perf_counter() - self._since if self._running else 0.0)

@@ -1,4 +1,4 @@
-"""Resuming: whether a run directory can be gone on with, and the removal of what will be done again."""
+"""Resuming: checks whether a run can be resumed, and removes the files of steps that will be repeated."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ FREE_TO_CHANGE = frozenset(
 
 
 def how_to_go_further(setting: str, ends_by: str, run: RunDirectory) -> str:
-    """How a run that has made all its steps is made longer, in words.
+    """Return a sentence that tells how to extend a finished run.
 
     Args:
-        setting: the setting that says how long the run is.
-        ends_by: what of the run's settings depends on its length, in words; empty if nothing does.
+        setting: the setting for the length of a run.
+        ends_by: why the run cannot be extended; empty if it can.
         run: the run.
     """
     if not ends_by:
@@ -54,15 +54,15 @@ def how_to_go_further(setting: str, ends_by: str, run: RunDirectory) -> str:
 
 
 def depends_on_steps(schedule: str) -> bool:
-    """Whether the number of steps shapes the learning: the learning rate falls with the steps that are left."""
+    """Return whether the learning rate of a schedule depends on the number of steps."""
     return schedule != "constant"
 
 
 def require_same_run(saved: TrainerState, now: TrainerState) -> None:
-    """Raise unless a run with the settings of ``now`` can go on from ``saved``.
+    """Raise unless a run with the settings of ``now`` can resume from ``saved``.
 
     Raises:
-        ConfigError: settings that shape the learning differ; the message names each with both values.
+        ConfigError: settings that affect learning differ; the message names each with both values.
     """
     free = FREE_TO_CHANGE - {"steps"} if depends_on_steps(now.config["schedule"]) else FREE_TO_CHANGE
     kept = [name for name in now.config if name not in free]
@@ -85,35 +85,35 @@ def require_same_run(saved: TrainerState, now: TrainerState) -> None:
 
 
 def can_resume(run: RunDirectory, begun: dict[str, Any] | None, now: TrainerState) -> bool:
-    """Whether a run without a checkpoint has something to go on with; else it begins anew.
+    """Return whether a run without a checkpoint has rollouts to reuse; otherwise it starts from scratch.
 
     Args:
         run: the run's directory.
-        begun: what it was begun with, a `TrainerState` as plain values; None if that is not known.
-        now: what it would be gone on with.
+        begun: the `TrainerState` that the run was started with, as plain values; None if unknown.
+        now: the state that it would be resumed with.
 
     Raises:
-        ConfigError: it has rollouts, and was begun with settings that shape the learning otherwise.
+        ConfigError: it has rollouts, and was started with other settings that affect learning.
     """
     rollouts = any(run.trajectories.glob("*.jsonl")) or any(run.journal.glob("*.jsonl"))
     if begun is None or not rollouts:
         return False
     try:
-        place = trainer_state_from(begun)
+        state = trainer_state_from(begun)
     except (KeyError, TypeError):
-        return False  # of another version
-    require_same_run(place, now)
+        return False  # written by another version
+    require_same_run(state, now)
     return True
 
 
 def resumed_evaluations(saved: TrainerState, now: TrainerState) -> EvaluationHistory:
-    """How the evaluations have gone so far; nothing is known yet where another metric is looked at from now on."""
+    """Return the saved evaluation history, or an empty one if ``eval_metric`` has changed."""
     same = saved.config["eval_metric"] == now.config["eval_metric"]
     return saved.evaluations if same else EvaluationHistory()
 
 
 def last_saved_step(run: RunDirectory, after: int) -> int:
-    """The last step of those that follow ``after`` without a gap and whose rollouts are all on file."""
+    """Return the last step of the unbroken sequence after ``after`` whose rollouts are saved."""
     step = after
     while run.trajectories_file(step + 1).exists():
         step += 1
@@ -121,7 +121,7 @@ def last_saved_step(run: RunDirectory, after: int) -> int:
 
 
 def remove_after(run: RunDirectory, step: int | None) -> None:
-    """Remove metrics and trajectories of the steps after ``step``; None removes all, the first evaluation's too."""
+    """Remove metrics and trajectories of the steps after ``step``; None removes all, including step 0."""
     last = -1 if step is None else step
     kinds: tuple[TrajectoryKind, ...] = ("train", "eval", "greedy")
     for kind in kinds:
@@ -134,7 +134,7 @@ def remove_after(run: RunDirectory, step: int | None) -> None:
 
 
 def _step_of(line: dict[str, Any]) -> float:
-    """The step of a line of metrics; of one that is damaged, none that has been reached."""
+    """Return the step of a line of metrics, infinity for a damaged line."""
     step = line.get("step")
     return step if isinstance(step, int) else math.inf
 

@@ -1,4 +1,4 @@
-"""Feed: groups of rollouts in the order of the tasks, begun ahead of the training as far as it may."""
+"""RolloutQueue: runs rollout groups in task order, ahead of training up to a limit."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from agentfly.training.curriculum import TaskOrder
 from agentfly.training.journal import Journal
 
 TRAIN, GREEDY = "train", "greedy"
-"""What the ids of groups begin with: of the rollouts that are trained, and of those that are but a baseline."""
+"""Prefixes of group ids: trained rollouts, and greedy rollouts that serve only as a baseline."""
 
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """What came of all attempts at one task.
+    """All attempts at one task.
 
     Attributes:
-        number: place of the task in the order of tasks, from 0.
-        trajectories: one an attempt, in order.
-        greedy: a rollout of the most likely tokens, where the algorithm wants one as a baseline. It is not trained.
+        number: index of the task in the task order, from 0.
+        trajectories: one per attempt, in order.
+        greedy: the greedy rollout, if the algorithm needs one as a baseline. It is not trained on.
     """
 
     number: int
@@ -41,30 +41,30 @@ class RolloutGroup:
 
 
 class GroupSource(Protocol):
-    """Where a step has its groups from."""
+    """Provides the groups of a step."""
 
     def allow_until(self, until: int) -> None:
-        """The groups before this number may begin."""
+        """Allow the groups before this number to start."""
         ...
 
     async def take(self, number: int) -> RolloutGroup:
-        """The group of that number, once all its attempts have ended; each is taken once."""
+        """Return the group with this number when all its attempts have finished. Each group is taken once."""
         ...
 
 
 class RolloutQueue:
-    """Runs rollouts of the tasks in their order, and hands their groups out.
+    """Runs rollouts in task order and returns them in groups.
 
-    Nothing begins unless `allow_until` allows it: so the caller holds how far rollouts run ahead of the weights.
+    A group starts only when `allow_until` allows it. The caller thereby limits how far rollouts run ahead of updates.
 
     Args:
         runner: runs the rollouts.
         order: the tasks.
-        journal: where rollouts are kept as they end, and those are found that had ended in an earlier run.
-        attempts: rollouts of each task.
-        temperature: of the rollouts that are trained.
+        journal: stores finished rollouts, and provides those that finished in an earlier process.
+        attempts: number of rollouts per task.
+        temperature: sampling temperature of the trained rollouts.
         first: number of the first group.
-        greedy: whether there is to be one more rollout of each task, of the most likely tokens.
+        greedy: whether each task also gets a greedy rollout.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class RolloutQueue:
         greedy: bool = False,
     ) -> None:
         self._order = order
-        self._dispatched = first
-        self._ended: list[Trajectory] = []
+        self._allowed = first
+        self._finished: list[Trajectory] = []
         self._arrived: dict[tuple[str, int], tuple[Trajectory, ...]] = {}
         self._greedy: Batch | None = None
         if greedy:
@@ -110,47 +110,49 @@ class RolloutQueue:
         await self._open.aclose()
 
     def allow_until(self, until: int) -> None:
-        """The groups before this number may begin."""
-        if until > self._dispatched:
-            tasks = self._order.take(self._dispatched, until - self._dispatched)
-            self._dispatched = until
+        """Allow the groups before this number to start."""
+        if until > self._allowed:
+            tasks = self._order.take(self._allowed, until - self._allowed)
+            self._allowed = until
             for batch in self._batches():
                 batch.add(tasks)
 
     async def take(self, number: int) -> RolloutGroup:
-        """The group of that number, which may begin, once all its attempts have ended.
+        """Return the group with this number when all its attempts have finished. It must have been allowed to start.
 
         Raises:
-            TooManyFailures: infrastructure has spoiled too many rollouts.
+            FailureBudgetExceeded: too many rollouts failed because of infrastructure.
         """
         trajectories = await self._complete_group(self._batch, TRAIN, number)
         greedy = None if self._greedy is None else (await self._complete_group(self._greedy, GREEDY, number))[0]
         return RolloutGroup(number, trajectories, greedy)
 
     def pop_finished(self) -> list[Trajectory]:
-        """The rollouts that have ended since this was asked last, whatever becomes of them; not the greedy ones."""
-        ended, self._ended = self._ended, []
-        return ended
+        """Return the rollouts that finished since the last call, without the greedy ones."""
+        finished, self._finished = self._finished, []
+        return finished
 
     async def _complete_group(self, batch: Batch, label: str, number: int) -> tuple[Trajectory, ...]:
         while (label, number) not in self._arrived:
-            came = await batch.take(1)
-            self._arrived.update(((label, one), group) for one, group in group_by_number(came).items())
+            finished = await batch.take(1)
+            self._arrived.update(((label, one), group) for one, group in group_by_number(finished).items())
             if batch is self._batch:
-                self._ended += came
+                self._finished += finished
         return self._arrived.pop((label, number))
 
     def _batches(self) -> list[Batch]:
-        return [self._batch] if self._greedy is None else [self._greedy, self._batch]  # a baseline is but one rollout
+        return (
+            [self._batch] if self._greedy is None else [self._greedy, self._batch]
+        )  # greedy first: one rollout per task
 
 
 class ReplaySource:
-    """Hands out the groups of a step whose rollouts are all on file, in a run that is gone on with.
+    """Returns the groups of a saved step in a resumed run.
 
     Args:
         order: the tasks.
         step: the step, for messages.
-        trained, greedy: what its files hold.
+        trained, greedy: the contents of the step's files.
     """
 
     def __init__(
@@ -162,14 +164,14 @@ class ReplaySource:
         self._greedy = group_by_number(greedy)
 
     def allow_until(self, until: int) -> None:
-        """Settle the order of the tasks as far as the run had settled it here."""
+        """Fix the task order as far as the original run had fixed it."""
         self._order.extend_to(until)
 
     async def take(self, number: int) -> RolloutGroup:
-        """The group of that number.
+        """Return the group with this number.
 
         Raises:
-            ConfigError: the files hold another step than this one.
+            ConfigError: the files belong to other tasks.
         """
         group = self._groups.get(number, ())
         tasks = [task.id for task in self._order.take(number, 1)]
@@ -182,7 +184,7 @@ class ReplaySource:
 
 
 def group_by_number(trajectories: Iterable[Trajectory]) -> dict[int, tuple[Trajectory, ...]]:
-    """Trajectories, those of a group side by side, by the number of their group."""
+    """Group trajectories by the number of their group. The trajectories of a group must be consecutive."""
     groups: dict[int, Sequence[Trajectory]] = {}
     for group_id, group in groupby(trajectories, key=lambda trajectory: trajectory.group_id):
         groups[int(group_id.rpartition("-")[2])] = tuple(group)

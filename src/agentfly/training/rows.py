@@ -1,9 +1,4 @@
-"""Turn order: which turns of a trajectory led straight to which, where only some of the turns count.
-
-Row: what the learner sees of a trajectory.
-
-What is done about rows and trajectories that are too long: a penalty on the reward, and a cut.
-"""
+"""Row: one token sequence of a trajectory for training; with the overlong penalty and truncation."""
 
 from __future__ import annotations
 
@@ -25,12 +20,12 @@ from agentfly.training.config.groups import OverlongConfig
 def predecessors_within(
     follows: Mapping[int, Sequence[int] | None], kept: Collection[int]
 ) -> dict[int, tuple[int, ...]]:
-    """For each turn that is kept, the kept turns that it follows. Those left out are passed through to those before.
+    """Return for each kept turn its nearest kept predecessors. A turn that is not kept is replaced by its predecessors.
 
     Args:
-        follows: by the number of a turn, the numbers of the turns that it follows, each below its own; None for the
-            turn before it. A turn that is followed and is not among the keys is passed over.
-        kept: the numbers of the turns that count.
+        follows: the predecessors of each turn, by turn number; they have lower numbers. None means the turn right
+            before. Predecessors that are not among the keys are ignored.
+        kept: the numbers of the kept turns.
     """
     found: dict[int, tuple[int, ...]] = {}
     before: int | None = None
@@ -47,7 +42,7 @@ def predecessors_within(
 
 
 def successors(follows: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
-    """The inverse: for each turn, the turns that follow it."""
+    """Return the inverse mapping: for each turn, the turns that follow it."""
     followers: dict[int, list[int]] = {number: [] for number in follows}
     for number, before in follows.items():
         for one in before:
@@ -57,17 +52,17 @@ def successors(follows: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class RowTurn:
-    """One turn of a row, as far as training wants to know it.
+    """One turn of a row, with what training needs.
 
     Attributes:
         index: number of the turn in its trajectory.
-        start, stop: its sampled tokens in the row's ids.
-        reward: what the turn was worth by itself (the step reward); None where nothing said so.
-        anchor: names the state in which the turn was taken; empty where no state is known.
-        kind: ``act``, or ``memory`` for a turn that only wrote down what is to be remembered.
-        state: the state that the anchor names, as text.
-        follows: the numbers of the turns, of those in the trajectory's rows, that led straight to this one; None for
-            the one before it. See `agentfly.core.trajectory.Turn.follows`.
+        start, stop: range of its sampled tokens in the row's ids.
+        reward: reward of the turn itself (the step reward); None if there is none.
+        anchor: identifies the state in which the turn was taken; empty if unknown.
+        kind: ``act``, or ``memory`` for a turn that only writes memory.
+        state: the text of the state.
+        follows: numbers of the turns in the trajectory's rows that led directly to this one; None for the turn before
+            it. See `agentfly.core.trajectory.Turn.follows`.
     """
 
     index: int
@@ -92,7 +87,7 @@ class Row(Brief):
     Attributes:
         ids: token ids, length T.
         loss_mask: 1 exactly on the tokens that the policy sampled, length T.
-        logprobs: behaviour log-probs: those under which the tokens were sampled; NaN where the mask is 0; length T.
+        logprobs: rollout log-probs, under which the tokens were sampled; NaN where the mask is 0; length T.
         versions: version of the policy's weights that sampled each token; length T.
         group_id: the group of attempts at one task, whose rewards make the baseline.
         rollout_id: the trajectory.
@@ -146,12 +141,12 @@ class Row(Brief):
 
 @dataclass(frozen=True, repr=False)
 class RowBatch(Brief):
-    """The rows of a batch of trajectories, and what was left out of it.
+    """The rows of a batch of trajectories, and the numbers of excluded trajectories.
 
     Attributes:
-        rows: the rows, those of one group side by side.
-        excluded: how many trajectories gave no row, by cause: ``unscored``, ``infrastructure``, ``no_tokens`` (nobody
-            tells the tokens of a turn), ``untrainable`` (`Trajectory.untrainable` says why), ``no_sampled_tokens``,
+        rows: the rows; those of one group are consecutive.
+        excluded: number of trajectories without a row, by cause: ``unscored``, ``infrastructure``, ``no_tokens`` (the
+            tokens of a turn are unknown), ``untrainable`` (see `Trajectory.untrainable`), ``no_sampled_tokens``,
             ``no_logprobs``.
     """
 
@@ -160,25 +155,25 @@ class RowBatch(Brief):
 
 
 def rows_from_trajectories(trajectories: Iterable[Trajectory]) -> RowBatch:
-    """The rows of those trajectories that may be trained on: one for each token sequence with a sampled token.
+    """Return one row for each token sequence with a sampled token, of all trainable trajectories.
 
-    A trajectory that infrastructure spoiled, that has no finite reward, or whose sampled tokens or log-probs are
-    missing is in no row, and so in no baseline and no loss. It is counted instead. What subagents sampled by another
-    model is in no row either.
+    A trajectory is excluded and counted if infrastructure failed, its reward is not finite, or sampled tokens or
+    log-probs are missing. It then affects neither a baseline nor the loss. Sequences that subagents sampled from
+    another model give no rows either.
     """
     groups: dict[str, list[Row]] = {}
-    left_out: Counter[str] = Counter()
+    excluded: Counter[str] = Counter()
     for trajectory in trajectories:
         cause = exclusion_cause(trajectory)
         if cause is not None:
-            left_out[cause] += 1
+            excluded[cause] += 1
         else:
             groups.setdefault(trajectory.group_id, []).extend(rows_of(trajectory))
-    return RowBatch(rows=tuple(row for rows in groups.values() for row in rows), excluded=dict(left_out))
+    return RowBatch(rows=tuple(row for rows in groups.values() for row in rows), excluded=dict(excluded))
 
 
 def exclusion_cause(trajectory: Trajectory) -> str | None:
-    """Why a trajectory may not be trained on, or None if it may: `Trajectory.trainable`, in numbers that are known."""
+    """Return why a trajectory cannot be trained on, or None if it can."""
     if trajectory.infrastructure_failed:
         return "infrastructure"
     if trajectory.reward is None or not math.isfinite(trajectory.reward):
@@ -201,7 +196,7 @@ def _logprobs_known(sequence: TokenSequence) -> bool:
 
 
 def rows_of(trajectory: Trajectory) -> Iterator[Row]:
-    """The rows of one scored trajectory: each token sequence in which its own policy has sampled."""
+    """Yield a row for each token sequence of a scored trajectory that its own policy sampled from."""
     others = {turn.sequence for turn in trajectory.turns if turn.policy}
     own = {
         number: sequence
@@ -242,9 +237,9 @@ def _row_turn(turn: Turn, state: str, follows: tuple[int, ...]) -> RowTurn:
 
 
 def apply_row_limits(batch: RowBatch, *, overlong: OverlongConfig | None, max_row_tokens: int | None) -> RowBatch:
-    """A batch with rewards less the penalty on length, and with rows cut; None leaves out either.
+    """Apply the overlong penalty and then truncate the rows; None skips either.
 
-    The penalty is for what was sampled, so it is found before rows are cut.
+    The penalty counts all sampled tokens, so it is computed before truncation.
     """
     if overlong is not None:
         batch = apply_overlong_penalty(batch, overlong)
@@ -254,9 +249,9 @@ def apply_row_limits(batch: RowBatch, *, overlong: OverlongConfig | None, max_ro
 
 
 def overlong_penalty(tokens: int, config: OverlongConfig) -> float:
-    """What a trajectory of so many sampled tokens loses of its reward.
+    """Return the penalty on the reward of a trajectory with ``tokens`` sampled tokens.
 
-    Nothing up to ``max_tokens - buffer_tokens``, ``penalty`` from ``max_tokens`` on, and evenly more in between.
+    It is 0 up to ``max_tokens - buffer_tokens``, rises linearly, and is ``penalty`` from ``max_tokens`` on.
     Source: DAPO, https://arxiv.org/abs/2503.14476, equation 13.
     """
     beyond = tokens - (config.max_tokens - config.buffer_tokens)
@@ -264,9 +259,9 @@ def overlong_penalty(tokens: int, config: OverlongConfig) -> float:
 
 
 def apply_overlong_penalty(batch: RowBatch, config: OverlongConfig) -> RowBatch:
-    """The batch with each trajectory's reward less its `overlong_penalty`.
+    """Return the batch with `overlong_penalty` subtracted from each trajectory's reward.
 
-    The tokens of all rows of a trajectory count together, those of its memory and its subagents included.
+    The tokens of all rows of a trajectory count together, including those of memory and subagents.
     """
     tokens: Counter[str] = Counter()
     for row in batch.rows:
@@ -280,10 +275,10 @@ def apply_overlong_penalty(batch: RowBatch, config: OverlongConfig) -> RowBatch:
 
 
 def cut_rows(batch: RowBatch, max_tokens: int) -> RowBatch:
-    """The batch with rows of at most so many tokens.
+    """Return the batch with rows of at most ``max_tokens`` tokens.
 
-    A row that has lost all its sampled tokens is left out. A trajectory of which no row is left counts as left out for
-    the cause ``cut_off``, and is in no baseline.
+    A row without sampled tokens after truncation is removed. A trajectory without rows is counted as excluded with the
+    cause ``cut_off``, and affects no baseline.
     """
     rows = _without_empty([cut_row(row, max_tokens) for row in batch.rows])
     gone = {row.rollout_id for row in batch.rows} - {row.rollout_id for row in rows}
@@ -291,7 +286,7 @@ def cut_rows(batch: RowBatch, max_tokens: int) -> RowBatch:
 
 
 def _without_empty(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """The rows with sampled tokens. Turns that followed one of another row follow those before it."""
+    """Return the rows with sampled tokens. Predecessors in removed rows are replaced by their own predecessors."""
     emptied = {row.rollout_id for row in rows if not row.targets and row.turns}
     follows: dict[str, dict[int, tuple[int, ...] | None]] = {rollout_id: {} for rollout_id in emptied}
     kept: dict[str, set[int]] = {rollout_id: set() for rollout_id in emptied}
@@ -311,10 +306,10 @@ def _without_empty(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def cut_row(row: Row, max_tokens: int) -> Row:
-    """A row cut at one index, with all that is known of its tokens, and flagged as truncated; itself if short enough.
+    """Truncate a row to ``max_tokens`` tokens and mark it; a short enough row is returned unchanged.
 
-    An image that the cut would part is left out whole. Turns behind the cut stay, without tokens: what they earned
-    still counts for those before them.
+    An image across the cut is removed entirely. Turns behind the cut remain without tokens, because their rewards
+    still count for earlier turns.
     """
     if len(row) <= max_tokens:
         return row

@@ -1,4 +1,4 @@
-"""train and train_async: the one call that trains an agent, for code without and with an event loop."""
+"""train and train_async: train an agent from synchronous or asynchronous code."""
 
 from __future__ import annotations
 
@@ -43,22 +43,21 @@ def train(
     subagent_policies: Mapping[str, Policy | ChatPolicy] = NO_POLICIES,
     **settings: Any,
 ) -> TrainResult:
-    """Train an agent's policy on tasks, and keep metrics, trajectories and checkpoints in a run directory.
+    """Train an agent's policy on tasks, and save metrics, trajectories and checkpoints in a run directory.
 
-    Blocks until the run has ended. Ctrl-C and SIGTERM stop it in good order: everything is released, and the last
-    checkpoint stands, to go on from with ``resume=True``. Other arguments: as of `Trainer`.
+    Blocks until the run ends. Ctrl-C and SIGTERM stop it cleanly: all resources are released, and the run can be
+    resumed from its last checkpoint with ``resume=True``. `Trainer` describes the other arguments.
 
     Args:
-        config: the settings of training; those of `TrainConfig` if not given.
-        run_dir: the run's directory; one named after the time, under ``runs``, if not given.
-        progress: whether to show the run's progress on standard error: live on a terminal, else a line a step.
-        settings: fields of `TrainConfig` that replace those of ``config``: ``algorithm``, ``steps``,
-            ``learning_rate``, …
+        config: the training settings; the defaults of `TrainConfig` if not given.
+        run_dir: the run's directory; by default a new one under ``runs``, named after the time.
+        progress: whether to show progress on standard error: live on a terminal, otherwise one line per step.
+        settings: fields of `TrainConfig` that override ``config``, such as ``algorithm``, ``steps`` and
+            ``learning_rate``.
 
     Raises:
         ConfigError: a setting is unknown or contradicts another.
-        UsageError: ``agent`` is not an `Agent`; or this is called from inside an event loop, where `train_async` is
-            awaited.
+        UsageError: ``agent`` is not an `Agent`, or an event loop is running; await `train_async` there.
     """
     _require_no_loop()
     return signals.run_until_signal(
@@ -98,11 +97,11 @@ async def train_async(
     subagent_policies: Mapping[str, Policy | ChatPolicy] = NO_POLICIES,
     **settings: Any,
 ) -> TrainResult:
-    """Train an agent's policy as `train` does, from code in an event loop, such as a notebook's.
+    """Train an agent's policy from code in an event loop, such as a notebook.
 
-    The arguments, the files and the errors are those of `train`. Cancelling it stops the run in good order.
+    Arguments, files and errors are those of `train`. Cancellation stops the run cleanly.
     """
-    settings_in_force = _merge_settings(config, settings)
+    effective_config = _merge_settings(config, settings)
     if resume and run_dir is None:
         raise ConfigError("resume=True needs run_dir, the directory of the run to go on with.")
     if run_dir is not None and not isinstance(run_dir, Path | str):
@@ -118,7 +117,7 @@ async def train_async(
             reward,
             run_dir=run.path,
             eval_tasks=eval_tasks,
-            config=settings_in_force,
+            config=effective_config,
             curriculum=curriculum,
             events=events,
             policy=policy,
@@ -133,7 +132,7 @@ async def train_async(
 
 
 def _merge_settings(config: TrainConfig | None, settings: Mapping[str, Any]) -> TrainConfig:
-    """The settings of a run: those of a configuration, with some replaced."""
+    """Return a configuration with some settings replaced."""
     TrainConfig.refuse_misspelled(train, settings)
     if config is None:
         return TrainConfig(**settings)

@@ -1,9 +1,4 @@
-"""TrainablePolicy: what the trainer needs of a policy.
-
-ServedPolicy: a model that is trained in this process and sampled by servers of vLLM beside it.
-
-The policy that a run trains, in use: loaded, entered, or joined to the servers that sample for it.
-"""
+"""TrainablePolicy: the policy interface of the trainer, and its implementation with vLLM servers as samplers."""
 
 from __future__ import annotations
 
@@ -35,7 +30,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class TrainablePolicy(Policy, Protocol):
-    """A policy whose weights are in this process, to be changed in place."""
+    """A policy whose weights are in this process and are updated in place."""
 
     @property
     def tokenizer(self) -> HFTokenizer:
@@ -53,30 +48,29 @@ class TrainablePolicy(Policy, Protocol):
         ...
 
     def exclusive_access(self) -> AbstractAsyncContextManager[object]:
-        """The weights may be changed in the block: nothing is sampled by weights that are half changed."""
+        """Allow weight updates in the block. Nothing is sampled from partly updated weights."""
         ...
 
     def weights_updated(self, version: int | None = None) -> None:
-        """The weights have changed: forget what was computed with the old ones.
+        """Drop everything that was computed with the old weights.
 
-        Called inside `exclusive`. The version becomes ``version``, or one more than it was.
+        Call this inside `exclusive_access`. The version becomes ``version``, or increases by one.
         """
         ...
 
 
 class ServedPolicy:
-    """Samples from servers, whose weights follow those of a model in this process.
+    """Samples from vLLM servers, which receive the weights of a model in this process.
 
-    Adapters are handed over as they are to servers that were started with room for them, and merged to others.
-
-    The servers go on sampling while the model learns. When `exclusive_access` is left and the weights have changed, and before
-    the first update too, they are handed to the servers and proved to have arrived; what is sampled from then on has
-    the new version. What becomes of generations that the hand-over finds is for ``in_flight`` of `VLLMPolicy` to say.
+    The servers continue to sample while the model learns. When `exclusive_access` exits after an update, the servers
+    receive the new weights, and they are verified. The first exit does the same to prove that both have one model.
+    ``in_flight`` of `VLLMPolicy` decides what happens to running generations. Servers with LoRA slots receive adapters
+    as they are; others receive merged weights.
 
     Args:
         model: the model that learns: the one that the servers were started with, or a later state of it.
-        servers: the policy that samples. It is entered and left with this one.
-        events: where each hand-over is told.
+        servers: the policy that samples. It is entered and exited with this one.
+        events: receives `WeightsSynced`.
     """
 
     def __init__(self, model: PreTrainedModel, servers: VLLMPolicy, *, events: EventStream | None = None) -> None:
@@ -85,9 +79,8 @@ class ServedPolicy:
         self._events = events or EventStream()
         self._has_base = False
         self._lock = asyncio.Lock()
-        self._pending_version: int | None = (
-            servers.version
-        )  # also before the first update: it proves that both have one model
+        # Set before the first update too: the first sync proves that both sides have the same model.
+        self._pending_version: int | None = servers.version
 
     # --- the policy's protocol ----------------------------------------------------------------------------------------
 
@@ -98,12 +91,12 @@ class ServedPolicy:
 
     @property
     def context_length(self) -> int:
-        """The most tokens, prompt and sampled together, that a generation can hold."""
+        """The maximum number of tokens of a generation, prompt included."""
         return self._servers.context_length
 
     @property
     def max_concurrent_generations(self) -> int | None:
-        """How many sequences the servers sample at a time, where that is known."""
+        """The number of sequences that the servers sample at a time; None if unknown."""
         return self._servers.max_concurrent_generations
 
     @property
@@ -149,10 +142,10 @@ class ServedPolicy:
 
     @asynccontextmanager
     async def exclusive_access(self) -> AsyncIterator[PreTrainedModel]:
-        """Have the model to oneself, to change its weights. The servers sample with the old ones until the end.
+        """Allow weight updates in the block. The servers sample with the old weights until it exits.
 
         Raises:
-            WeightUpdateError, PolicyUnavailable: the servers could not be given the new weights.
+            WeightUpdateError, PolicyUnavailable: the servers did not accept the new weights.
         """
         async with self._lock:
             yield self._model
@@ -160,9 +153,9 @@ class ServedPolicy:
                 await self._sync_weights(self._pending_version)
 
     def weights_updated(self, version: int | None = None) -> None:
-        """The weights have changed: hand them over when `exclusive` is left.
+        """Send the changed weights to the servers when `exclusive_access` exits.
 
-        The version becomes ``version``, or one more than it was.
+        The version becomes ``version``, or increases by one.
         """
         self._pending_version = (
             (self.version if self._pending_version is None else self._pending_version) + 1
@@ -183,7 +176,7 @@ class ServedPolicy:
         self._events.emit(WeightsSynced(version=version, distance=made.logprob_gap, paused_s=made.paused_s))
 
     async def _sync_base_weights(self) -> None:
-        """Have servers that got other weights before, from another run, serve what the adapters are put on."""
+        """Send the base weights to servers that an earlier run has given other weights."""
         if not self._has_base and self._servers.version > 0:
             with adapters_disabled(self._model):
                 reference = logprobs_of_model(self._model)
@@ -194,19 +187,19 @@ class ServedPolicy:
 async def open_trainable_policy(
     given: Policy | None, model: str | Path, config: TrainConfig, events: EventStream, owned: AsyncExitStack
 ) -> TrainablePolicy:
-    """The policy to train, ready to sample and to learn.
+    """Return the policy to train, ready to sample and to learn.
 
     Args:
-        given: what the user gave. One that is in use stays the user's; one that is not is entered here, and left with
-            ``owned``. The model of servers is loaded into this process, where it learns.
-        model: the agent's model, loaded if nothing was given.
-        config: how to load it.
-        events: where it is told that something takes a while.
-        owned: what is entered here goes onto it.
+        given: the user's policy. A policy in use stays open; another is entered here and closed with ``owned``. For a
+            `VLLMPolicy`, the model is also loaded into this process, where it learns.
+        model: the agent's model, which is loaded if no policy was given.
+        config: settings for loading.
+        events: receives `Progress`.
+        owned: closes what is entered here.
 
     Raises:
         ConfigError: the policy's weights cannot be trained.
-        PrerequisiteError: the model cannot be had, or servers cannot be started.
+        PrerequisiteError: the model is not available, or the servers cannot be started.
     """
     policy = given
     if given is None or isinstance(given, VLLMPolicy):

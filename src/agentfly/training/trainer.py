@@ -1,4 +1,4 @@
-"""Trainer: rolls an agent out, and updates the weights of its policy by what came of it."""
+"""Trainer: the training loop of rollouts, updates, evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -66,16 +66,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, repr=False)
 class TrainResult:
-    """What came of a training run.
+    """The result of a training run.
 
     Attributes:
         run_dir: the run's directory; `agentfly.core.run_directory.RunDirectory` reads it.
-        steps: number of finished steps, those before a resume included.
-        metrics: metrics of each step that this call made, by step.
-        evaluations: metrics of each evaluation that this call made, by the number of finished steps.
+        steps: number of finished steps, including those before a resume.
+        metrics: metrics of the steps of this call, by step.
+        evaluations: metrics of the evaluations of this call, by the number of finished steps.
         checkpoint: the last checkpoint, a Hugging Face directory.
-        best_checkpoint: that of the best evaluation, with ``keep_best``, unless it came before the first step.
-        stopped_early: why the run ended before its last step, in words; empty if it did not.
+        best_checkpoint: the checkpoint of the best evaluation, with ``keep_best``; None if there is none.
+        stopped_early: why the run ended before its last step; empty if it did not.
     """
 
     run_dir: Path
@@ -87,65 +87,64 @@ class TrainResult:
     stopped_early: str = ""
 
     def __repr__(self) -> str:
-        """A line: the metrics of all steps would fill the screen."""
-        told = [f"{self.steps} steps"]
-        for of, metrics in (("", self.metrics), ("eval ", self.evaluations)):
+        """One line, without the metrics of all steps."""
+        parts = [f"{self.steps} steps"]
+        for prefix, metrics in (("", self.metrics), ("eval ", self.evaluations)):
             rewards = [metrics[step]["reward/mean"] for step in sorted(metrics) if "reward/mean" in metrics[step]]
             if rewards:
-                told.append(f"{of}reward/mean {rewards[0]:.4g} → {rewards[-1]:.4g}")
-        told += [f"stopped early: {self.stopped_early}"] if self.stopped_early else []
-        return f"TrainResult({', '.join(told)}, checkpoint={str(self.checkpoint)!r})"
+                parts.append(f"{prefix}reward/mean {rewards[0]:.4g} → {rewards[-1]:.4g}")
+        parts += [f"stopped early: {self.stopped_early}"] if self.stopped_early else []
+        return f"TrainResult({', '.join(parts)}, checkpoint={str(self.checkpoint)!r})"
 
 
 @dataclass(frozen=True)
 class _RunComponents:
-    """What the steps of a run are made with."""
+    """The objects that the steps of a run use."""
 
     policy: TrainablePolicy
     learner: Learner
     runner: Runner
-    supply: BatchSource
-    update: PolicyUpdater
+    batches: BatchSource
+    updater: PolicyUpdater
     evaluator: Evaluator
-    overlap: RolloutBusyTimer
-    replayed_metrics: Mapping[
-        int, dict[str, float]
-    ]  # metrics of steps that are made again, as they were told the first time
+    busy_timer: RolloutBusyTimer
+    replayed_metrics: Mapping[int, dict[str, float]]
+    """Metrics that an interrupted run recorded for steps after its last checkpoint, which are repeated."""
 
 
 class Trainer:
     """Trains an agent's policy on tasks.
 
-    Each step rolls out ``attempts`` rollouts of ``tasks_per_step`` tasks, turns their trajectories into rows and
-    advantages, and updates the weights that the policy samples from. With ``max_staleness=0`` rollouts and updates
-    take turns, so that every token is trained under the weights that sampled it; else the rollouts of later steps run
-    while a step is trained, ahead of the weights by at most so many versions. Tasks are trained in the order in which
-    their rollouts began, whichever end first, so that slow ones are not starved.
+    Each step runs ``attempts`` rollouts of ``tasks_per_step`` tasks, computes rows and advantages from their
+    trajectories, and updates the policy's weights. With ``max_staleness=0`` rollouts and updates alternate, so that
+    every token is trained under the weights that sampled it. Otherwise the rollouts of later steps run during updates,
+    ahead of the weights by at most ``max_staleness`` versions. Tasks are trained in the order in which their rollouts
+    started, so that slow rollouts are not starved.
 
-    A policy or engine that is given belongs to the caller; one that is not given is made, and released at the end. A
-    policy that is not in use yet is entered, and left at the end. A run that is stopped, in whatever way, can be gone
-    on with by the same call with ``resume=True``: from its last checkpoint, without running again what had finished.
+    The caller keeps ownership of a given policy or engine. Missing ones are created and closed by the run. A policy
+    that is not in use is entered and exited by the run. After any interruption, the same call with ``resume=True``
+    resumes from the last checkpoint without repeating finished rollouts.
 
     Args:
         agent: the agent.
-        tasks: what to train on: tasks, mappings with a ``prompt``, prompts, or the path of a file
+        tasks: the tasks to train on: `Task` objects, mappings with a ``prompt``, prompts, or the path of a file
             (`agentfly.core.task`).
-        reward: scores the rollouts; without one, the sum of the tools' rewards is the score, 0 where they gave none.
+        reward: scores the rollouts; by default the sum of the tools' rewards, 0 if there are none.
         run_dir: directory of the run's checkpoints, trajectories and metrics.
-        eval_tasks: held-out tasks, tried before the first and after the last step, and in between as configured.
+        eval_tasks: held-out tasks, evaluated before the first and after the last step, and in between as configured.
         config: the settings.
-        curriculum: chooses and orders the tasks of each epoch; all of them, in an order of chance, if not given.
-        events: where events go.
-        policy: the policy to train, as it was before the first step; loaded from ``agent.model`` if not given. With a
-            `VLLMPolicy` the model learns in this process and its servers sample, with its weights.
-        engine: schedules the resources; made if not given.
-        subagent_policies: what subagents with another model speak by, by the model; loaded if not given.
-        resume: go on from the last checkpoint in ``run_dir``; begin there if it has none.
+        curriculum: chooses and orders the tasks of each epoch; by default all of them in random order.
+        events: receives the run's events.
+        policy: the policy to train, with its weights before the first step; by default loaded from ``agent.model``.
+            With a `VLLMPolicy`, the model learns in this process and the servers sample with its weights.
+        engine: schedules the resources; created if not given.
+        subagent_policies: policies of subagents with another model, by model; loaded if not given.
+        resume: resume from the last checkpoint in ``run_dir``, or start if there is none.
 
     Raises:
-        ConfigError: the settings, the agent, the policy and the directory do not go together.
+        ConfigError: the settings, the agent, the policy and the directory are inconsistent.
         UsageError: ``agent`` is not an `Agent`, ``reward`` is not a reward, ``curriculum`` is not a `Curriculum`, or
-            something asks for a field that a task lacks.
+            a required field is missing from a task.
     """
 
     def __init__(
@@ -177,8 +176,8 @@ class Trainer:
         self._curriculum = fingerprint_value(curriculum)
         self._eval_tasks = to_tasks(eval_tasks) if eval_tasks is not None else []
         require_fields(agent, [*rows, *self._eval_tasks], self._reward)
-        if told := shared_tasks(rows, self._eval_tasks):
-            logger.warning("%s", told)
+        if warning := shared_tasks(rows, self._eval_tasks):
+            logger.warning("%s", warning)
         self._run = RunDirectory(run_dir)
         self._events = events or EventStream()
         self._given_policy = policy
@@ -197,12 +196,12 @@ class Trainer:
             self._run.require_unused()
 
     async def run(self) -> TrainResult:
-        """Train. Cancelling it stops the run in good order; the last checkpoint stands.
+        """Train. Cancellation stops the run cleanly; the last checkpoint remains valid.
 
         Raises:
-            TooManyFailures: infrastructure spoiled too large a share of a batch.
-            UsageError: not one rollout of a step can be trained on, or this has run before.
-            AgentFlyError: something is missing or wrong before the first rollout starts.
+            FailureBudgetExceeded: too many rollouts failed because of infrastructure.
+            UsageError: no rollout of a step can be trained on, or this method has run before.
+            AgentFlyError: something is missing or invalid before the first rollout starts.
         """
         if self._ran:
             raise UsageError("This Trainer has run. To go on with its run, make another one with resume=True.")
@@ -213,15 +212,15 @@ class Trainer:
             policy = await open_trainable_policy(self._given_policy, self._agent.model, config, events, owned)
             self._run.ensure()
             await owned.enter_async_context(self._journal.opened())
-            learner, place = await self._restore_or_start(policy)
-            means = await self._open_components(policy, learner, place, owned)
+            learner, state = await self._restore_or_start(policy)
+            components = await self._open_components(policy, learner, state, owned)
             await owned.enter_async_context(self._track())
             owned.enter_context(tuned_gc())
             events.emit(
                 TrainingStarted(
                     run_dir=str(self._run.path),
                     steps=config.steps,
-                    start_step=place.step,
+                    start_step=state.step,
                     model=str(self._agent.model),
                     dtype=dtype_of(policy.model),
                     device=str(policy.model.device),
@@ -234,23 +233,23 @@ class Trainer:
             )
             metrics: dict[int, dict[str, float]] = {}
             evaluations: dict[int, dict[str, float]] = {}
-            if place.step == 0 and place.evaluations.best is None and self._eval_tasks:
-                place, evaluations[0] = await self._evaluate(means, place)
-                if self._stop_reason(place):
-                    await self._save(means, place)
-            while place.step < config.steps and not self._stop_reason(place):
-                place, metrics[place.step] = await self._step(means, place)
-                if self._is_due(place.step, config.eval_every_steps) and self._eval_tasks:
-                    place, evaluations[place.step] = await self._evaluate(means, place)
-                if self._is_checkpoint(place):
-                    await self._save(means, place)
-            stopped_early = self._stop_reason(place) if place.step < config.steps else ""
-            events.emit(TrainingFinished(step=place.step, seconds=time.perf_counter() - started, reason=stopped_early))
+            if state.step == 0 and state.evaluations.best is None and self._eval_tasks:
+                state, evaluations[0] = await self._evaluate(components, state)
+                if self._stop_reason(state):
+                    await self._save(components, state)
+            while state.step < config.steps and not self._stop_reason(state):
+                state, metrics[state.step] = await self._step(components, state)
+                if self._is_due(state.step, config.eval_every_steps) and self._eval_tasks:
+                    state, evaluations[state.step] = await self._evaluate(components, state)
+                if self._is_checkpoint(state):
+                    await self._save(components, state)
+            stopped_early = self._stop_reason(state) if state.step < config.steps else ""
+            events.emit(TrainingFinished(step=state.step, seconds=time.perf_counter() - started, reason=stopped_early))
         checkpoint = self._checkpoints.current
         assert checkpoint is not None
         return TrainResult(
             self._run.path,
-            place.step,
+            state.step,
             metrics,
             evaluations,
             checkpoint,
@@ -261,8 +260,8 @@ class Trainer:
     # --- before the first step ----------------------------------------------------------------------------------------
 
     async def _restore_or_start(self, policy: TrainablePolicy) -> tuple[Learner, TrainerState]:
-        """The learner and the place to start from: those of the last checkpoint, if there is one to resume."""
-        place = TrainerState(
+        """Return the learner and the state to start from, those of the last checkpoint if the run is resumed."""
+        state = TrainerState(
             step=0,
             cursor=0,
             version=policy.version,
@@ -274,19 +273,19 @@ class Trainer:
             curriculum=self._curriculum,
         )
         async with policy.exclusive_access():
-            learner, resumed = await run_in_thread_to_completion(partial(self._restored, policy.model, place))
+            learner, resumed = await run_in_thread_to_completion(partial(self._restored, policy.model, state))
             if resumed is not None:
                 policy.weights_updated(resumed.version)
-        return learner, resumed or place
+        return learner, resumed or state
 
-    def _restored(self, model: PreTrainedModel, place: TrainerState) -> tuple[Learner, TrainerState | None]:
-        """The learner, with model and learner as in the last checkpoint, and its place; None if there is none."""
+    def _restored(self, model: PreTrainedModel, state: TrainerState) -> tuple[Learner, TrainerState | None]:
+        """Load the last checkpoint and return the learner with the trainer state; None without a checkpoint."""
         self._checkpoints.remove_partial()
         latest = self._checkpoints.latest_valid()
         saved = read_trainer_state(latest) if latest else None
         if saved is not None:
-            require_same_run(saved, place)
-        elif not (self._resume and can_resume(self._run, self._journal.read_manifest(), place)):
+            require_same_run(saved, state)
+        elif not (self._resume and can_resume(self._run, self._journal.read_manifest(), state)):
             self._journal.clear()
             remove_after(self._run, None)
         remove_after(self._run, last_saved_step(self._run, saved.step if saved else 0))
@@ -297,17 +296,17 @@ class Trainer:
         load_weights(model, latest)
         learner.load_state(read_learner_state(latest))
         self._order.load_state(saved.order)
-        standing = resumed_evaluations(saved, place)
-        self._checkpoints.mark_best(standing.best_step if self._config.keep_best else None)
-        return learner, replace(saved, config=place.config, evaluations=standing)
+        evaluations = resumed_evaluations(saved, state)
+        self._checkpoints.mark_best(evaluations.best_step if self._config.keep_best else None)
+        return learner, replace(saved, config=state.config, evaluations=evaluations)
 
     async def _open_components(
-        self, policy: TrainablePolicy, learner: Learner, place: TrainerState, owned: AsyncExitStack
+        self, policy: TrainablePolicy, learner: Learner, state: TrainerState, owned: AsyncExitStack
     ) -> _RunComponents:
         runner = await owned.enter_async_context(self._runner(policy))
         if self._checkpoints.current is None:
-            await run_in_thread_to_completion(partial(self._journal.write_manifest, asdict(place)))
-        supply = BatchSource(
+            await run_in_thread_to_completion(partial(self._journal.write_manifest, asdict(state)))
+        batches = BatchSource(
             self._run,
             self._order,
             runner,
@@ -315,19 +314,19 @@ class Trainer:
             self._config,
             temperature=self._temperature,
             greedy=self._greedy,
-            on_file=last_saved_step(self._run, place.step),
+            on_file=last_saved_step(self._run, state.step),
         )
-        overlap = RolloutBusyTimer(TRAIN)
-        owned.enter_context(self._events.subscribed(overlap))
+        busy_timer = RolloutBusyTimer(TRAIN)
+        owned.enter_context(self._events.subscribed(busy_timer))
         return _RunComponents(
             policy,
             learner,
             runner,
-            await owned.enter_async_context(supply),
+            await owned.enter_async_context(batches),
             PolicyUpdater(policy, learner, self._config, temperature=self._temperature),
             Evaluator(self._run, self._eval_tasks, self._config, self._events),
-            overlap,
-            {row.step: row.values for row in self._run.metrics() if row.step > place.step},
+            busy_timer,
+            {row.step: row.values for row in self._run.metrics() if row.step > state.step},
         )
 
     def _track(self) -> AbstractAsyncContextManager[None]:
@@ -350,75 +349,75 @@ class Trainer:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    async def _step(self, means: _RunComponents, place: TrainerState) -> tuple[TrainerState, dict[str, float]]:
+    async def _step(self, components: _RunComponents, state: TrainerState) -> tuple[TrainerState, dict[str, float]]:
         started = time.perf_counter()
-        step = place.step + 1
-        before, began = means.runner.occupancy(), means.runner.concurrency()
-        gathered = await means.supply.next_batch(step, place.cursor)
-        resources = occupancy_metrics(before, means.runner.occupancy())
-        resources |= (means.runner.concurrency() - began).metrics()
-        collected, running = time.perf_counter(), means.overlap.seconds
-        batch = means.update.make_batch(gathered)
-        learned = await means.update.update(gathered, batch)
+        step = state.step + 1
+        before, began = components.runner.occupancy(), components.runner.concurrency()
+        step_batch = await components.batches.next_batch(step, state.cursor)
+        resources = occupancy_metrics(before, components.runner.occupancy())
+        resources |= (components.runner.concurrency() - began).metrics()
+        collected, running = time.perf_counter(), components.busy_timer.seconds
+        batch = components.updater.make_batch(step_batch)
+        learned = await components.updater.update(step_batch, batch)
         ended = time.perf_counter()
-        self._order.record_results(gathered.trajectories)
-        place = replace(place, step=step, cursor=place.cursor + len(gathered.groups))
-        if step in means.replayed_metrics:
+        self._order.record_results(step_batch.trajectories)
+        state = replace(state, step=step, cursor=state.cursor + len(step_batch.groups))
+        if step in components.replayed_metrics:
             self._events.emit(Progress(what=f"step {step} trained again, from the rollouts on file"))
-            return place, means.replayed_metrics[step]
+            return state, components.replayed_metrics[step]
         trained = {row.rollout_id for row in batch.rows}
         seconds = {
-            DISPATCHED: durations(means.supply.pop_finished()),
-            TRAINED: durations(one for one in gathered.trained_trajectories if one.rollout_id in trained),
+            DISPATCHED: durations(components.batches.pop_finished()),
+            TRAINED: durations(one for one in step_batch.trained_trajectories if one.rollout_id in trained),
         }
         metrics = (
-            summarize(gathered.trajectories)
+            summarize(step_batch.trajectories)
             | resources
-            | (gathered.metrics if self._config.dynamic_sampling else {})
+            | (step_batch.metrics if self._config.dynamic_sampling else {})
             | learned
-            | self._order.metrics(place.cursor)
+            | self._order.metrics(state.cursor)
             | duration_metrics(seconds)
             | {
                 "time/rollout_s": collected - started,
                 "time/update_s": ended - collected,
                 "time/step_s": ended - started,
-                "time/overlap_share": min(1.0, (means.overlap.seconds - running) / (ended - collected)),
+                "time/overlap_share": min(1.0, (components.busy_timer.seconds - running) / (ended - collected)),
             }
         )
         self._events.emit(StepFinished(step=step, metrics=metrics, histograms=seconds))
-        return place, metrics
+        return state, metrics
 
     # --- between the steps --------------------------------------------------------------------------------------------
 
-    async def _evaluate(self, means: _RunComponents, place: TrainerState) -> tuple[TrainerState, dict[str, float]]:
-        metrics = await means.evaluator.evaluate(means.runner, place.step)
+    async def _evaluate(self, components: _RunComponents, state: TrainerState) -> tuple[TrainerState, dict[str, float]]:
+        metrics = await components.evaluator.evaluate(components.runner, state.step)
         if self._config.early_stop is None and not self._config.keep_best:
-            return place, metrics
+            return state, metrics
         return replace(
-            place, evaluations=place.evaluations.with_evaluation(place.step, metrics, self._config.eval_metric)
+            state, evaluations=state.evaluations.with_evaluation(state.step, metrics, self._config.eval_metric)
         ), metrics
 
-    def _stop_reason(self, place: TrainerState) -> str:
-        """Why the run is to end before its last step; empty if it is not."""
-        return place.evaluations.stop_reason(self._config.early_stop, self._config.eval_metric)
+    def _stop_reason(self, state: TrainerState) -> str:
+        """Return why the run should stop before its last step, or an empty string."""
+        return state.evaluations.stop_reason(self._config.early_stop, self._config.eval_metric)
 
-    async def _save(self, means: _RunComponents, place: TrainerState) -> None:
-        policy, learner = means.policy, means.learner
+    async def _save(self, components: _RunComponents, state: TrainerState) -> None:
+        policy, learner = components.policy, components.learner
 
         def write(path: Path) -> None:
             write_model(path, policy.model, policy.tokenizer.hf)
-            here = replace(place, version=policy.version, order=self._order.state(place.cursor))
-            write_trainer_state(path, here, learner.state())
+            saved = replace(state, version=policy.version, order=self._order.state(state.cursor))
+            write_trainer_state(path, saved, learner.state())
 
-        best = place.evaluations.best_step if self._config.keep_best else 0
-        path = await run_in_thread_to_completion(partial(self._checkpoints.save, place.step, write, best=best))
+        best = state.evaluations.best_step if self._config.keep_best else 0
+        path = await run_in_thread_to_completion(partial(self._checkpoints.save, state.step, write, best=best))
         await run_in_thread_to_completion(self._journal.remove_manifest)
-        self._events.emit(CheckpointSaved(step=place.step, path=str(path)))
+        self._events.emit(CheckpointSaved(step=state.step, path=str(path)))
 
-    def _is_checkpoint(self, place: TrainerState) -> bool:
-        """Whether a checkpoint is due: by the settings, because the run ends here, or because this is the best step."""
-        best = self._config.keep_best and place.evaluations.best_step == place.step
-        return best or bool(self._stop_reason(place)) or self._is_due(place.step, self._config.checkpoint_every_steps)
+    def _is_checkpoint(self, state: TrainerState) -> bool:
+        """Return whether to save a checkpoint: as configured, at the end of the run, or for a new best step."""
+        best = self._config.keep_best and state.evaluations.best_step == state.step
+        return best or bool(self._stop_reason(state)) or self._is_due(state.step, self._config.checkpoint_every_steps)
 
     def _is_due(self, step: int, every: int | None) -> bool:
         return step == self._config.steps or (every is not None and step % every == 0)

@@ -1,4 +1,4 @@
-"""Update: what a step learns from what it has gathered."""
+"""PolicyUpdater: turns a step's rollouts into rows and advantages, and updates the weights."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from agentfly.training.validation import require_advantages, require_rows
 
 
 class PolicyUpdater:
-    """Makes rows of trajectories, judges them, and has the weights learn from that.
+    """Makes training rows, estimates their advantages and updates the weights.
 
     Args:
         policy: samples from the weights.
-        learner: changes them.
+        learner: updates the weights.
         config: the run's settings.
-        temperature: divided the logits when the tokens were sampled.
+        temperature: sampling temperature of the tokens.
     """
 
     def __init__(self, policy: TrainablePolicy, learner: Learner, config: TrainConfig, *, temperature: float) -> None:
@@ -37,11 +37,10 @@ class PolicyUpdater:
         self._algorithm = config.chosen_algorithm
 
     def make_batch(self, gathered: StepBatch) -> RowBatch:
-        """What is learned from: the rows of the groups that are kept; where greedy rollouts are baselines, of those
-        whose greedy rollout is sound.
+        """Return the rows of the trained groups. With greedy baselines, groups without a valid one are excluded.
 
         Raises:
-            UsageError: nothing that was gathered could be trained on.
+            UsageError: the step has no trainable rollout.
         """
         batch = make_rows(gathered.trained_trajectories, self._config)
         if not batch.rows:
@@ -54,11 +53,11 @@ class PolicyUpdater:
         return RowBatch(rows, {**batch.excluded, "no_baseline": len(lost)} if lost else batch.excluded)
 
     async def update(self, gathered: StepBatch, batch: RowBatch) -> dict[str, float]:
-        """Learn from the rows of what was gathered; returns the metrics of that."""
+        """Update the weights from ``batch``, the rows of ``gathered``, and return the metrics."""
         policy, learner = self._policy, self._learner
-        told: dict[str, float] = {}
+        retokenization: dict[str, float] = {}
         if self._config.retokenize:
-            batch, told = await retokenized(batch, policy, self._temperature)
+            batch, retokenization = await retokenized(batch, policy, self._temperature)
         everything = make_rows(gathered.trajectories, self._config) if gathered.dropped_groups else batch
         metrics = group_metrics(gathered.trajectories, everything) | row_metrics(batch, policy.version)
         metrics |= await run_in_thread_to_completion(
@@ -73,7 +72,7 @@ class PolicyUpdater:
             finally:
                 if learner.updates != updates:  # also when the step was cancelled after the weights had changed
                     policy.weights_updated()
-        return metrics | learned | told
+        return metrics | learned | retokenization
 
     def _learn(
         self, rows: Sequence[Row], baselines: Mapping[str, float] | None, stop: threading.Event

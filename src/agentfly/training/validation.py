@@ -1,4 +1,4 @@
-"""What a training run requires of agent, reward, settings and rollouts; without it the run is refused, or stops."""
+"""Validation of a training run: requirements on the agent, the reward, the settings, the rows and the advantages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentfly.training.rows import Row, RowBatch
 
 
 def require_rows(batch: RowBatch) -> None:
-    """Raise if there is nothing to train on: going on would look like training and be none.
+    """Raise if a step has nothing to train on.
 
     Raises:
         UsageError: no trajectory gave a row; the message has the causes.
@@ -33,10 +33,10 @@ def require_rows(batch: RowBatch) -> None:
 
 
 def require_advantages(advantages: Advantages, rows: Sequence[Row], algorithm: str) -> None:
-    """Raise unless each sampled token of each row was judged by one number.
+    """Raise unless each sampled token of each row has exactly one advantage (and return, if there are returns).
 
     Raises:
-        UsageError: it was not.
+        UsageError: the shapes differ.
     """
     wanted = [(len(row.targets),) for row in rows]
     for judged in (advantages.values, advantages.returns):
@@ -53,16 +53,15 @@ def require_advantages(advantages: Advantages, rows: Sequence[Row], algorithm: s
 
 
 def require_reward_source(agent: Agent, reward: AnyReward, *, greedy: bool) -> None:
-    """Raise if no score could be learned from.
+    """Raise if nothing can score the rollouts.
 
     Args:
         agent: the agent.
         reward: scores the rollouts.
-        greedy: whether single rollouts are scored too, as baselines.
+        greedy: whether single greedy rollouts are scored too, as baselines.
 
     Raises:
-        ConfigError: the tools are to score the rollouts, and there are none; or single rollouts are to be scored, and
-            the reward compares those of a group.
+        ConfigError: there is neither a reward nor a tool; or a group reward would have to score single rollouts.
     """
     if reward is tool_rewards and not agent.tools:
         raise ConfigError(
@@ -77,10 +76,10 @@ def require_reward_source(agent: Agent, reward: AnyReward, *, greedy: bool) -> N
 
 
 def require_evaluations(config: TrainConfig, eval_tasks: Sequence[Task]) -> None:
-    """Raise if something asks for evaluations or looks at them, and there are none.
+    """Raise if a setting needs evaluations and there are no held-out tasks.
 
     Raises:
-        ConfigError: it does, or ``eval_metric`` is no metric of evaluations.
+        ConfigError: there are none, or ``eval_metric`` is not a metric of evaluations.
     """
     asks = (
         "early_stop looks at what evaluations find"
@@ -100,10 +99,10 @@ def require_evaluations(config: TrainConfig, eval_tasks: Sequence[Task]) -> None
 
 
 def training_temperature(agent: Agent, config: TrainConfig) -> float:
-    """The temperature of training rollouts and of the update.
+    """Return the temperature of training rollouts and of the update.
 
     Raises:
-        ConfigError: the agent samples in a way whose log-probs an update cannot reproduce.
+        ConfigError: the agent's sampling settings give log-probs that an update cannot reproduce.
     """
     trained = [agent, *(one for one in agent.subagents if one.model == agent.model)]
     cutting = next((one for one in trained if one.top_p < 1.0 or one.top_k > 0), None)

@@ -63,8 +63,8 @@ class Algorithm:
         min_attempts: with fewer attempts at a task than this, every advantage is 0 and nothing can be learned.
         needs_critic: whether it reads ``AdvantageInputs.values`` and gives ``Advantages.returns``.
         needs_greedy: whether it reads ``AdvantageInputs.baselines``.
-        supports_dynamic_sampling: whether it can tell from a group alone that it teaches nothing: all its advantages are 0 then.
-            ``dynamic_sampling`` needs that.
+        supports_dynamic_sampling: whether a group without a learning signal has only zero advantages when it is
+            estimated alone. ``dynamic_sampling`` needs that.
         uses: names of the settings that it reads, those of `AdvantageConfig`. Others are refused with it.
         unused_setting_hints: for settings that it does not read, what to do in place of setting them, as a sentence.
     """

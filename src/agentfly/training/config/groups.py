@@ -76,8 +76,8 @@ class CorrectionConfig(BaseConfig):
     def _consistent(self) -> Self:
         if self.effective_lower > self.upper:
             raise ConfigError(
-                f"correction.upper={self.upper} is below the smallest weight, {self.effective_lower}: no token would keep its "
-                "weight. Raise upper, or lower correction.lower."
+                f"correction.upper={self.upper} is below the smallest weight, {self.effective_lower}: no token would "
+                "keep its weight. Raise upper, or lower correction.lower."
             )
         return self
 

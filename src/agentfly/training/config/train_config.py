@@ -342,7 +342,8 @@ class TrainConfig(BaseConfig):
             raise ConfigError(
                 f"dynamic_sampling with algorithm={self.algorithm}, which learns from groups that all score the same, "
                 "too: they would be dropped. Leave dynamic_sampling out, or choose an algorithm that compares the "
-                "attempts at a task, such as grpo. (An Algorithm of your own says so by supports_dynamic_sampling=True.)"
+                "attempts at a task, such as grpo. (An Algorithm of your own says so by "
+                "supports_dynamic_sampling=True.)"
             )
         if self.dynamic_sampling is not None and self.kl.coefficient > 0 and self.kl.where == "reward":
             raise ConfigError(

@@ -1,10 +1,7 @@
-"""ALGORITHMS: the algorithms by name.
+"""Advantage estimation: how much better than expected each sampled token turned out.
 
-Advantages: how much better than expected each sampled token turned out.
-
-An estimator of advantages is a pure function from the evidence about a batch to one array a row, with one value for
-each sampled token of the row. `ALGORITHMS` holds them by name, and the configuration's ``algorithm`` chooses one.
-They count trajectories, never rows.
+An estimator is a pure function from `AdvantageInputs` to one array per row, with one value per sampled token. Group
+statistics count trajectories, never rows. `ALGORITHMS` maps the names for the setting ``algorithm`` to algorithms.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Algorithm: how a batch is judged, from the evidence about it to the advantage of each sampled token."""
+"""Algorithm: an advantage estimator with its requirements, and the types of its inputs and results."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ Floats: TypeAlias = "NDArray[np.float64]"
 
 @dataclass(frozen=True, repr=False)
 class AdvantageInputs(Brief):
-    """What is known of a batch before it is judged.
+    """The inputs of an advantage estimator for one batch.
 
-    All that is told a token is a sequence of one array a row, with one float for each sampled token of the row: an
-    array of length ``len(row.targets)``.
+    Values per token are sequences with one array per row, each with one float per sampled token (``len(row.targets)``).
 
     Attributes:
-        rows: the rows that are trained on. Rows of what may not be trained on are not among them.
-        values: what the critic expected to come, just before each token was sampled; None without a critic.
-        token_rewards: what each token earned by itself, beside the trajectory's reward: minus the KL penalty where it
-            belongs to the reward. None if nothing did.
-        baselines: reward of the greedy rollout of a group's task, by ``group_id``; None where none was made.
+        rows: the trained rows.
+        values: the critic's value of the state in which each token was sampled; None without a critic.
+        token_rewards: reward of each token, besides the trajectory's reward: minus the KL penalty with
+            ``kl.where=reward``. None if there is none.
+        baselines: reward of the greedy rollout of a group's task, by ``group_id``; None without greedy rollouts.
     """
 
     rows: Sequence[Row]
@@ -40,11 +39,11 @@ class AdvantageInputs(Brief):
 
 @dataclass(frozen=True, repr=False)
 class Advantages(Brief):
-    """How a batch was judged, one array a row, with one float for each sampled token of the row.
+    """The advantages of a batch: one array per row, with one float per sampled token.
 
     Attributes:
-        values: how much better than expected the token turned out.
-        returns: what the critic should have expected there; None from estimators without a critic.
+        values: the advantages.
+        returns: the critic's targets; None from estimators without a critic.
     """
 
     values: list[Floats]
@@ -56,17 +55,17 @@ Estimator: TypeAlias = "Callable[[AdvantageInputs, AdvantageConfig], Advantages]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A way of judging a batch.
+    """An advantage estimator and its requirements.
 
     Attributes:
-        estimate: makes the advantages; a pure function.
+        estimate: computes the advantages; a pure function.
         min_attempts: with fewer attempts at a task than this, every advantage is 0 and nothing can be learned.
         needs_critic: whether it reads ``AdvantageInputs.values`` and gives ``Advantages.returns``.
         needs_greedy: whether it reads ``AdvantageInputs.baselines``.
         supports_dynamic_sampling: whether a group without a learning signal has only zero advantages when it is
             estimated alone. ``dynamic_sampling`` needs that.
-        uses: names of the settings that it reads, those of `AdvantageConfig`. Others are refused with it.
-        unused_setting_hints: for settings that it does not read, what to do in place of setting them, as a sentence.
+        uses: names of the settings in `AdvantageConfig` that it reads. Other settings are rejected.
+        unused_setting_hints: for settings that it does not read, a sentence with the alternative.
     """
 
     estimate: Estimator

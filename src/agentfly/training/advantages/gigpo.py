@@ -1,6 +1,4 @@
-"""Anchor groups: which turns of a group were taken in the same state.
-
-GiGPO: besides whole trajectories, turns that were taken in the same state are compared with one another.
+"""GiGPO: compares whole trajectories, and also turns of a group that were taken in the same state (anchor groups).
 
 Source: Group-in-Group Policy Optimization, https://arxiv.org/abs/2505.10978.
 """
@@ -19,9 +17,9 @@ from agentfly.training.rows import Row, RowTurn, predecessors_within, successors
 
 
 def anchor_groups(turns: Sequence[RowTurn], config: AdvantageConfig) -> list[list[int]]:
-    """Indices of turns in parts: those that were taken in one state. A turn whose state is not known is alone.
+    """Return the indices of turns, grouped by state. A turn with an unknown state is a group of its own.
 
-    By ``anchor_match`` a state is compared by its anchor (``exact``) or by its text (``similar``).
+    ``anchor_match`` compares states by their anchors (``exact``) or by their texts (``similar``).
     """
     by_anchor: dict[str, list[int]] = {}
     alone = []
@@ -35,17 +33,17 @@ def anchor_groups(turns: Sequence[RowTurn], config: AdvantageConfig) -> list[lis
         return equal + alone
     states = [turns[members[0]].state for members in equal]
     merged = [
-        sorted(number for place in places for number in equal[place])
-        for places in group_similar_texts(states, config.anchor_similarity)
+        sorted(number for index in indices for number in equal[index])
+        for indices in group_similar_texts(states, config.anchor_similarity)
     ]
     return merged + alone
 
 
 def group_similar_texts(texts: Iterable[str], similarity: float) -> list[list[int]]:
-    """Indices of texts in parts: each text is with the first one, of those that begin a part, that it is similar to.
+    """Return the indices of texts, grouped greedily: a text joins the first group whose first text is similar to it.
 
-    Two texts are as similar as their longest common subsequence of characters is long: twice its length over both
-    lengths. It is found by rapidfuzz, in time for states of thousands of characters.
+    The similarity is twice the length of the longest common subsequence of characters over the sum of both lengths.
+    rapidfuzz computes it fast enough for states of thousands of characters.
     Source: GiGPO, https://arxiv.org/abs/2505.10978, similarity-based grouping.
 
     Raises:
@@ -72,7 +70,7 @@ class AgentStep:
     Attributes:
         rollout_id: the trajectory.
         turn: the turn.
-        discounted_return: the return: its own reward and those of the steps that came of it, discounted.
+        discounted_return: its own reward plus the discounted rewards of the steps that follow from it.
     """
 
     rollout_id: str
@@ -81,19 +79,17 @@ class AgentStep:
 
 
 def gigpo(evidence: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """The trajectory's advantage in its group plus, at each turn, the turn's among those taken in the same state.
+    """Return the episode advantage of each trajectory plus the step advantage of each turn.
 
-    The episode advantage is that of ``grpo`` (of ``dr_grpo`` without ``divide_by_std``) and counts trajectories. The
-    step advantage is the same function of the steps' returns within an anchor group: the steps, of one task's group
-    only, that were taken in the same state, whether by one trajectory or by several. A step that is alone in its state
-    has the step advantage 0.
+    The episode advantage is that of ``grpo`` (``dr_grpo`` without ``divide_by_std``) and counts trajectories. The step
+    advantage is the same function of the steps' returns within an anchor group: the steps of one task's group that were
+    taken in the same state, by one or several trajectories. A step alone in its state has the step advantage 0.
 
-    A step's return is its own reward and those of the steps after it, discounted by ``step_discount`` a step. Where the
-    trajectory goes on in several ways from a step, it is the mean over them. Where no turn of a group has a reward of
-    its own, the trajectory's reward is its last step's, at the end of each way. Steps are the agent's own turns that
-    act: those in which memory is written, and those of subagents, have the episode advantage alone. Under the strategy
-    ``chain``, where a row holds many turns, the tokens of each have their own turn's advantage; ``step`` gives the same
-    numbers.
+    A step's return is its reward plus the rewards of later steps, discounted by ``step_discount`` per step. If several
+    branches follow a step, their mean counts. If no turn of a group has a reward, the last step of each branch has the
+    trajectory's reward. Steps are the agent's own acting turns; memory turns and turns of subagents have only the
+    episode advantage. In a row with several turns (strategy ``chain``), each token has its own turn's step advantage.
+    The strategy ``step`` gives the same numbers.
     Source: equations 3 (episode), 5 (returns), 6 (anchor groups), 7 (step) and 8 (both) of the paper.
     """
     within, of_episodes = (grpo, GRPO) if config.divide_by_std else (dr_grpo, DR_GRPO)
@@ -114,28 +110,28 @@ def gigpo(evidence: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
 
 def _steps_of_group(rows: Sequence[Row], attempts: Sequence[Attempt], discount: float) -> list[AgentStep]:
-    """The steps of all trajectories of a group, with their returns."""
+    """Return the steps of all trajectories of a group, with their returns."""
     taken = [[turn for number in attempt.rows for turn in rows[number].turns] for attempt in attempts]
     own = [_agent_turns([rows[number] for number in attempt.rows]) for attempt in attempts]
     rewarded = any(turn.reward is not None for turns in own for turn in turns)
     steps = []
     for attempt, turns, acts in zip(attempts, taken, own, strict=True):
         following = successors(predecessors_within({turn.index: turn.follows for turn in turns}, {*map(_index, acts)}))
-        coming: dict[int, float] = {}
+        returns_after: dict[int, float] = {}
         for turn in reversed(acts):
             reward = turn.reward or 0.0
-            after = [coming[follower] for follower in following[turn.index]]
+            after = [returns_after[follower] for follower in following[turn.index]]
             if after:
                 reward += discount * sum(after) / len(after)
             elif not rewarded:
                 reward = rows[attempt.rows[0]].reward
-            coming[turn.index] = reward
+            returns_after[turn.index] = reward
             steps.append(AgentStep(attempt.rollout_id, turn, reward))
     return steps
 
 
 def _agent_turns(rows: Sequence[Row]) -> list[RowTurn]:
-    """The turns in which the agent itself acted, in time."""
+    """Return the turns in which the agent itself acted, in order of time."""
     taken = [turn for row in rows if not row.agent for turn in row.turns if turn.kind == "act"]
     return sorted(taken, key=_index)
 
@@ -151,7 +147,7 @@ def _returns(steps: Sequence[AgentStep]) -> Floats:
 
 
 def _step_advantages_at_tokens(row: Row, judged: Mapping[tuple[str, str, int], float]) -> Floats:
-    """The step advantage of its turn at each sampled token of a row."""
+    """Return for each sampled token of a row the step advantage of its turn."""
     import numpy as np
 
     of_turns = [judged.get((row.group_id, row.rollout_id, turn.index), 0.0) for turn in row.turns]

@@ -1,41 +1,34 @@
-"""Equality of rewards and of what is computed from them: numbers that differ by rounding alone are the same.
+"""Numerics of advantages: comparison with a tolerance for rounding, and whitening.
 
-Optimizers such as AdamW, and estimators that divide by a standard deviation, make an update of full size from a
-difference of any size. So a difference that rounding can explain has to count as none before they see it.
-
-Whitening: advantages of mean 0 and variance 1 over the sampled tokens of a batch.
+AdamW, and estimators that divide by a standard deviation, turn a difference of any size into an update of full size.
+Differences that rounding can explain must therefore become exactly 0 first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from agentfly.training.advantages.algorithm import Floats
 
-if TYPE_CHECKING:
-    from agentfly.training.advantages.algorithm import Floats
-
-
 RELATIVE_TOLERANCE = 1e-6
-"""Share of the largest number, or of 1 where all are smaller, up to which a difference counts as rounding.
+"""Differences up to this fraction of the largest number (at least of 1) count as rounding.
 
-Rewards are often made of float32 numbers, which hold 7 digits, or of sums and differences of numbers of about 1.
+Rewards often come from float32 numbers with 7 digits, or from sums and differences of numbers of about 1.
 """
 
 
 def tolerance(*numbers: float) -> float:
-    """The difference up to which such numbers count as equal."""
+    """Return the largest difference at which these numbers count as equal."""
     return RELATIVE_TOLERANCE * max(1.0, *(abs(number) for number in numbers))
 
 
 def nearly_equal(lowest: float, highest: float) -> bool:
-    """Whether numbers from ``lowest`` to ``highest`` are all equal."""
+    """Return whether all numbers between ``lowest`` and ``highest`` count as equal."""
     return highest - lowest <= tolerance(lowest, highest)
 
 
 def subtract_with_tolerance(values: Floats, others: Floats | float) -> Floats:
-    """``values`` less ``others``, exactly 0 where the two are equal; in the shape of ``values``."""
+    """Return ``values - others``, exactly 0 where the two count as equal; in the shape of ``values``."""
     import numpy as np
 
     differences = values - others
@@ -44,12 +37,11 @@ def subtract_with_tolerance(values: Floats, others: Floats | float) -> Floats:
 
 
 def whiten(values: Sequence[Floats]) -> list[Floats]:
-    """Values less their mean, over their sample standard deviation; both count every sampled token of the batch alike.
+    """Return the values minus their mean over their sample standard deviation, both taken over all tokens of the batch.
 
-    So long trajectories weigh more in both than short ones. This is how REINFORCE++
-    (https://arxiv.org/abs/2501.03262) normalizes over a batch, and how verl 0.9 does it (``masked_whiten``,
-    with the divisor N - 1), but that verl adds 1e-8 to the variance. Where all values are equal but for rounding, all
-    become 0.
+    Long trajectories therefore weigh more than short ones. REINFORCE++ (https://arxiv.org/abs/2501.03262) and verl 0.9
+    (``masked_whiten``, divisor N - 1) normalize in the same way, except that verl adds 1e-8 to the variance. If all
+    values are equal up to rounding, the result is 0.
     """
     import numpy as np
 

@@ -1,8 +1,6 @@
-"""Attempt: a trajectory as estimators count it, once, however many rows it has.
+"""Outcome estimators: all sampled tokens of a trajectory share one advantage.
 
-Estimators that judge an outcome: all sampled tokens of a trajectory share one advantage.
-
-It is made of the trajectory's reward and those of the other attempts at the same task.
+It is computed from the rewards of the attempts at the same task. Each trajectory counts once, however many rows it has.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from agentfly.training.rows import Row
 
 @dataclass
 class Attempt:
-    """A trajectory of a batch: all its rows, those of memory and of subagents included.
+    """A trajectory of a batch with all its rows, including those of memory and subagents.
 
     Attributes:
         rollout_id: the trajectory.
-        reward: its reward, with what its tokens earned by themselves.
+        reward: its reward, including its token rewards.
         tokens: number of its sampled tokens.
         rows: indices, in the batch, of its rows with sampled tokens.
     """
@@ -35,7 +33,7 @@ class Attempt:
 
 
 def attempts_by_group(evidence: AdvantageInputs) -> dict[str, list[Attempt]]:
-    """The trajectories of each group. Those without a sampled token are none: there is nothing to judge in them."""
+    """Return the trajectories of each group that have a sampled token."""
     groups: dict[str, dict[str, Attempt]] = {}
     for number, row in enumerate(evidence.rows):
         if not row.targets:
@@ -50,7 +48,7 @@ def attempts_by_group(evidence: AdvantageInputs) -> dict[str, list[Attempt]]:
 
 
 def broadcast_to_tokens(rows: Sequence[Row], judged: Iterable[tuple[Attempt, float]]) -> list[Floats]:
-    """The value of its trajectory at each sampled token of each row."""
+    """Return for each sampled token of each row the value of its trajectory."""
     import numpy as np
 
     values = [np.zeros(len(row.targets)) for row in rows]
@@ -68,7 +66,7 @@ GroupEstimator: TypeAlias = "Callable[[Sequence[Attempt]], Floats]"
 
 
 def group_estimator(outcome: OutcomeEstimator) -> Estimator:
-    """The estimator that applies ``outcome`` to the rewards of each group, a trajectory counting once."""
+    """Return the estimator that applies ``outcome`` to the rewards of each group, one per trajectory."""
     return _attempt_estimator(lambda attempts: outcome(rewards_of(attempts)))
 
 
@@ -92,9 +90,9 @@ def rewards_of(attempts: Sequence[Attempt]) -> Floats:
 def grpo(rewards: Floats) -> Floats:
     """Reward less the group's mean, over the group's sample standard deviation; 0 where all rewards are equal.
 
-    Others add a small number to the standard deviation, so that equal rewards do not divide by 0. Nothing is added
-    here, so that rewards that differ by little are told apart as well as others. Differences that are rounding
-    (`agentfly.training.advantages.numerics`) are none.
+    Other frameworks add a small number to the standard deviation to avoid a division by 0. This one does not, so that
+    small differences between rewards count as much as large ones. Differences within rounding
+    (`agentfly.training.advantages.numerics`) count as 0.
     Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.2.
     """
     centred = dr_grpo(rewards)
@@ -105,7 +103,7 @@ def grpo(rewards: Floats) -> Floats:
 
 
 def dr_grpo(rewards: Floats) -> Floats:
-    """Reward less the group's mean; 0 where all rewards are equal, as in a group of one.
+    """Return each reward minus the group's mean; 0 if all rewards are equal, as in a group of one.
 
     Without the standard deviation, tasks that are almost always or almost never solved weigh no more than others.
     Source: Understanding R1-Zero-Like Training, https://arxiv.org/abs/2503.20783, section 3.2.
@@ -116,7 +114,7 @@ def dr_grpo(rewards: Floats) -> Floats:
 
 
 def rloo(rewards: Floats) -> Floats:
-    """Reward less the mean of the *other* attempts of the group; 0 in a group of one, which has no others.
+    """Return each reward minus the mean of the *other* attempts of the group; 0 in a group of one.
 
     Source: Back to Basics, https://arxiv.org/abs/2402.14740, equation 7.
     """
@@ -125,7 +123,7 @@ def rloo(rewards: Floats) -> Floats:
 
 
 def reinforce(rewards: Floats) -> Floats:
-    """The reward itself, with no baseline: the plain policy gradient. A reward that is 0 but for rounding is 0.
+    """Return the reward itself, without a baseline (plain policy gradient). A reward within rounding of 0 becomes 0.
 
     Source: Williams, Simple statistical gradient-following algorithms, 1992.
     """
@@ -133,11 +131,10 @@ def reinforce(rewards: Floats) -> Floats:
 
 
 def ranking(rewards: Floats) -> Floats:
-    """The place among the attempts, evenly from 1/2 for the best to -1/2 for the worst; 0 in a group of one.
+    """Return the rank among the attempts, scaled evenly from 1/2 for the best to -1/2 for the worst; 0 for one attempt.
 
-    Equal rewards share the mean of their places, so the advantages of a group sum to 0. By how much one attempt is
-    better than another does not count, as with a judge that puts attempts in order (`Judge.rank`), whose numbers mean
-    nothing else.
+    Equal rewards share the mean of their ranks, so the advantages of a group sum to 0. The size of a reward difference
+    does not count. This suits rewards that only order the attempts, such as those of `Judge.rank`.
     """
     count = len(rewards)
     if count < 2:
@@ -146,14 +143,14 @@ def ranking(rewards: Floats) -> Floats:
     least = tolerance(abs(rewards).max())
     worse = (better_by > least).sum(axis=1)
     alike = (abs(better_by) <= least).sum(axis=1)
-    places: Floats = (worse + (alike - 1) / 2) / (count - 1) - 0.5
-    return places
+    ranks: Floats = (worse + (alike - 1) / 2) / (count - 1) - 0.5
+    return ranks
 
 
 def opo(rewards: Floats, tokens: Floats) -> Floats:
-    """Reward less the mean of the group's rewards, in which each attempt weighs as much as it has sampled tokens.
+    """Return each reward minus the group's mean reward, weighted by the numbers of sampled tokens.
 
-    That baseline leaves the least variance where a trajectory's squared gradient grows with its length.
+    This baseline minimizes the variance if a trajectory's squared gradient grows with its length.
     Source: On-Policy RL with Optimal Reward Baseline, https://arxiv.org/abs/2505.23585; as verl 0.9's ``opo``.
     """
     from_mean = dr_grpo(rewards)
@@ -161,7 +158,7 @@ def opo(rewards: Floats, tokens: Floats) -> Floats:
 
 
 def opo_of_attempts(attempts: Sequence[Attempt]) -> Floats:
-    """`opo` of one group."""
+    """Apply `opo` to one group."""
     import numpy as np
 
     return opo(rewards_of(attempts), np.array([attempt.tokens for attempt in attempts], dtype=np.float64))

@@ -1,15 +1,12 @@
-"""Timeline: the sampled tokens of a trajectory in the order in which they led to one another, whichever rows hold them.
+"""Token-level estimators along the timeline of a trajectory: REINFORCE++, ReMax and GAE.
 
-A trajectory is a sequence of choices, and rows are where its tokens happen to lie. Estimators that look from one token
-to the next go along the timeline: within a turn to the turn's next token, and from a turn's last token to the first of
-the turn that follows it. What was read in between (prompts, observations, placeholders of images) is no step.
+A timeline orders a trajectory's sampled tokens by the turns that led to one another. Returns are computed along it, not
+along rows: within a turn from token to token, and from a turn's last token to the first token of the next turn.
+Prompts, observations and image placeholders in between are not steps.
 
-Where a program has gone on from one answer in several ways, or parallel subagents have worked on one turn's calls,
-several turns follow one. What comes after that one is then the mean over them: what is to be expected, and the same as
-if each way had been a trajectory of its own. Each way ends with the trajectory's reward. Where parallel subagents have
-come back, one turn follows several, and each of them goes on in it.
-
-Estimators that look at what comes after each token: REINFORCE++, ReMax and GAE.
+Several turns can follow one turn, in branches or parallel subagents. The value after that turn is then the mean over
+the branches, as if each branch were a trajectory of its own. Each branch ends with the trajectory's reward. After
+parallel subagents, one turn follows several, and each of them continues in it.
 """
 
 from __future__ import annotations
@@ -35,8 +32,8 @@ class TurnSpan:
     """The tokens of one turn on a timeline.
 
     Attributes:
-        start, stop: the tokens, as places on the timeline.
-        followers: the stretches that come next, as places in `TokenTimeline.stretches`, all of them later ones.
+        start, stop: range of the tokens on the timeline.
+        followers: indices of the next spans in `TokenTimeline.spans`; all are later ones.
     """
 
     start: int
@@ -51,8 +48,8 @@ class TokenTimeline:
     Attributes:
         attempt: the trajectory.
         group_id: its group.
-        order: places of the tokens, by turns, in its rows laid end to end; [N].
-        spans: its turns, in the order in which they ended.
+        order: index of each token in the concatenation of the trajectory's rows; [N].
+        spans: the turns, in the order in which they ended.
     """
 
     attempt: Attempt
@@ -62,44 +59,42 @@ class TokenTimeline:
 
     @property
     def ends(self) -> list[int]:
-        """The tokens after which nothing comes, as places on the timeline."""
-        return [stretch.stop - 1 for stretch in self.spans if not stretch.followers]
+        """The timeline indices of tokens without a successor."""
+        return [span.stop - 1 for span in self.spans if not span.followers]
 
     def gather(self, arrays: Sequence[Floats]) -> Floats:
-        """What arrays of the batch's rows say of the trajectory's tokens, along the timeline; [N]."""
+        """Return the trajectory's values from arrays of the batch's rows, in timeline order; [N]."""
         import numpy as np
 
         return np.concatenate([arrays[number] for number in self.attempt.rows])[self.order]
 
     def next_values(self, values: Floats) -> Floats:
-        """For each token the value of the one after it: the mean over several, and 0 where nothing comes; [N]."""
+        """Return for each token the value of its successor: the mean over several, 0 without one; [N]."""
         import numpy as np
 
         after = np.append(values[1:], 0.0)
-        for stretch in self.spans:
-            after[stretch.stop - 1] = self._mean_of_first(values, stretch)
+        for span in self.spans:
+            after[span.stop - 1] = self._mean_of_first(values, span)
         return after
 
     def returns(self, rewards: Floats, discount: float) -> Floats:
-        """At each token, its reward and the discounted rewards of those after it; [N]."""
+        """Return for each token its reward plus the discounted rewards of later tokens; [N]."""
         import numpy as np
 
         returns = np.empty(len(rewards))
-        for stretch in reversed(self.spans):
-            coming = self._mean_of_first(returns, stretch)
-            returns[stretch.start : stretch.stop] = _discounted_returns(
-                rewards[stretch.start : stretch.stop], discount, coming
-            )
+        for span in reversed(self.spans):
+            after = self._mean_of_first(returns, span)
+            returns[span.start : span.stop] = _discounted_returns(rewards[span.start : span.stop], discount, after)
         return returns
 
-    def _mean_of_first(self, values: Floats, stretch: TurnSpan) -> float:
-        """The mean of a value over the first tokens of the turns that follow one; 0 where none does."""
-        first = [float(values[self.spans[follower].start]) for follower in stretch.followers]
+    def _mean_of_first(self, values: Floats, span: TurnSpan) -> float:
+        """Return the mean value over the first tokens of the turns that follow one; 0 if there are none."""
+        first = [float(values[self.spans[follower].start]) for follower in span.followers]
         return sum(first) / len(first) if first else 0.0
 
 
 def timelines(evidence: AdvantageInputs) -> list[TokenTimeline]:
-    """The timeline of each trajectory with a sampled token."""
+    """Return the timeline of each trajectory with a sampled token."""
     return [
         _timeline(attempt, group_id, evidence.rows)
         for group_id, attempts in attempts_by_group(evidence).items()
@@ -112,35 +107,35 @@ def _timeline(attempt: Attempt, group_id: str, rows: Sequence[Row]) -> TokenTime
 
     parts: list[tuple[int, int, NDArray[np.intp]]] = []  # turn, an order where the turn is not known, tokens
     follows: dict[int, tuple[int, ...] | None] = {}
-    laid = 0
+    offset = 0
     for number in attempt.rows:
         row = rows[number]
-        places = turn_index_per_token(row)
-        for place, turn in enumerate(row.turns):
+        turn_indices = turn_index_per_token(row)
+        for index, turn in enumerate(row.turns):
             follows[turn.index] = turn.follows
-            if (tokens := np.flatnonzero(places == place)).size:
-                parts.append((turn.index, 0, laid + tokens))
+            if (tokens := np.flatnonzero(turn_indices == index)).size:
+                parts.append((turn.index, 0, offset + tokens))
         if not row.turns:
-            parts.append((0, len(parts), np.arange(laid, laid + len(row.targets))))
-        laid += len(row.targets)
+            parts.append((0, len(parts), np.arange(offset, offset + len(row.targets))))
+        offset += len(row.targets)
     parts.sort(key=lambda part: part[:2])
     followers = _followers([turn for turn, _, _ in parts], follows)
     stops = np.cumsum([len(tokens) for _, _, tokens in parts]).tolist()
-    stretches = tuple(map(TurnSpan, [0, *stops[:-1]], stops, followers))
-    return TokenTimeline(attempt, group_id, np.concatenate([tokens for _, _, tokens in parts]), stretches)
+    spans = tuple(map(TurnSpan, [0, *stops[:-1]], stops, followers))
+    return TokenTimeline(attempt, group_id, np.concatenate([tokens for _, _, tokens in parts]), spans)
 
 
 def _followers(turns: Sequence[int], follows: Mapping[int, tuple[int, ...] | None]) -> list[tuple[int, ...]]:
-    """For each of the turns, in order, the places of those that follow it. Without more knowledge it is the next."""
+    """Return for each turn the indices of the turns that follow it; by default the next one."""
     if len(set(turns)) < len(turns) or all(follows.get(turn) is None for turn in turns):
-        return [(place + 1,) for place in range(len(turns) - 1)] + [()]
-    places = {turn: place for place, turn in enumerate(turns)}
-    following = successors(predecessors_within(follows, places))
-    return [tuple(places[follower] for follower in following[turn]) for turn in turns]
+        return [(index + 1,) for index in range(len(turns) - 1)] + [()]
+    indices = {turn: index for index, turn in enumerate(turns)}
+    following = successors(predecessors_within(follows, indices))
+    return [tuple(indices[follower] for follower in following[turn]) for turn in turns]
 
 
 def turn_index_per_token(row: Row) -> NDArray[np.intp]:
-    """For each sampled token of a row, the place of its turn in ``row.turns``; 0 where the row knows no turns."""
+    """Return for each sampled token of a row the index of its turn in ``row.turns``; 0 if the row has no turns."""
     import numpy as np
 
     starts = np.array([turn.start for turn in row.turns[1:]], dtype=np.int64)
@@ -150,9 +145,9 @@ def turn_index_per_token(row: Row) -> NDArray[np.intp]:
 def estimate_along_timeline(
     evidence: AdvantageInputs, judge: Callable[[TokenTimeline, Floats], Floats]
 ) -> list[Floats]:
-    """What ``judge`` makes of each trajectory's timeline and of its tokens' rewards along it, laid back into rows.
+    """Apply ``judge`` to each trajectory's timeline and its token rewards, and return the result per row.
 
-    A token's reward is what it earned by itself, and after the last one of each way the trajectory's reward besides.
+    The last token of each branch also has the trajectory's reward.
     """
     import numpy as np
 
@@ -172,24 +167,24 @@ def estimate_along_timeline(
     return judged
 
 
-def _discounted_returns(rewards: Floats, discount: float, coming: float) -> Floats:
-    """At each token of one turn, its reward and the discounted rewards of those after it; ``coming`` is behind it."""
+def _discounted_returns(rewards: Floats, discount: float, after: float) -> Floats:
+    """Return for each token of one turn its reward plus the discounted later ones; ``after`` is the next return."""
     import numpy as np
 
     if discount == 1.0:
-        return np.cumsum(rewards[::-1])[::-1] + coming
+        return np.cumsum(rewards[::-1])[::-1] + after
     returns = []
     for reward in rewards[::-1].tolist():
-        coming = reward + discount * coming
-        returns.append(coming)
+        after = reward + discount * after
+        returns.append(after)
     return np.array(returns[::-1])
 
 
 def reinforce_plus_plus(evidence: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """The discounted return from each token on, whitened over the batch's tokens.
+    """Return the discounted return of each token, whitened over the batch's tokens. Groups do not matter.
 
-    With the KL penalty among the tokens' rewards, as in the paper, a token's return is the trajectory's reward less the
-    penalties from the token on. Groups do not count.
+    With the KL penalty in the token rewards, as in the paper, a token's return is the trajectory's reward minus the
+    penalties from that token on.
     Source: REINFORCE++, https://arxiv.org/abs/2501.03262; as verl 0.9's ``reinforce_plus_plus``.
     """
     returns = estimate_along_timeline(evidence, lambda timeline, rewards: timeline.returns(rewards, config.discount))
@@ -197,21 +192,21 @@ def reinforce_plus_plus(evidence: AdvantageInputs, config: AdvantageConfig) -> A
 
 
 def reinforce_plus_plus_baseline(evidence: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """The reward less the group's mean, the same at all tokens of a trajectory, whitened over the batch's tokens.
+    """Return the reward minus the group's mean, broadcast to the trajectory's tokens and whitened over the batch's.
 
-    A group of one gives 0 before whitening, where verl 0.9's ``reinforce_plus_plus_baseline`` gives the reward itself.
+    A group of one gives 0 before whitening; verl 0.9's ``reinforce_plus_plus_baseline`` gives the reward itself.
     Source: REINFORCE++, https://arxiv.org/abs/2501.03262, the variant with a baseline.
     """
     return Advantages(whiten(DR_GRPO(evidence, config).values))
 
 
 def remax(evidence: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """The return from each token on, not discounted, less the reward of the greedy rollout of the same task.
+    """Return the undiscounted return of each token minus the reward of the task's greedy rollout.
 
     Source: ReMax, https://arxiv.org/abs/2310.10505; as verl 0.9's ``remax``.
 
     Raises:
-        UsageError: the reward of the greedy rollout of a group is not among the evidence.
+        UsageError: a group has no baseline.
     """
 
     def judge(timeline: TokenTimeline, rewards: Floats) -> Floats:
@@ -227,15 +222,14 @@ def remax(evidence: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
 
 def gae(evidence: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """Generalized advantage estimation with the critic's values; whitened over the batch's tokens.
+    """Return generalized advantage estimates from the critic's values, whitened over the batch's tokens.
 
-    Steps are sampled tokens: what was read in between is none, so that discount and lambda go from the last token of a
-    turn to the first of the next. The critic's targets, the returns, are made before whitening, which counts tokens as
-    verl 0.9's ``gae`` does.
+    Only sampled tokens are steps: discount and lambda apply from the last token of a turn to the first of the next. The
+    critic's targets (returns) are computed before whitening, as in verl 0.9's ``gae``.
     Source: Generalized Advantage Estimation, https://arxiv.org/abs/1506.02438, equation 16.
 
     Raises:
-        UsageError: the critic's values are not among the evidence.
+        UsageError: the critic's values are missing.
     """
     values = evidence.values
     if values is None:
@@ -243,10 +237,10 @@ def gae(evidence: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
     def judge(timeline: TokenTimeline, rewards: Floats) -> Floats:
         expected = timeline.gather(values)
-        surprises = rewards + config.discount * timeline.next_values(expected) - expected
-        return timeline.returns(surprises, config.discount * config.gae_lambda)
+        td_errors = rewards + config.discount * timeline.next_values(expected) - expected
+        return timeline.returns(td_errors, config.discount * config.gae_lambda)
 
     advantages = estimate_along_timeline(evidence, judge)
     returns = [advantage + value for advantage, value in zip(advantages, values, strict=True)]
-    surprising = [subtract_with_tolerance(coming, value) for coming, value in zip(returns, values, strict=True)]
-    return Advantages(whiten(surprising), returns)
+    differences = [subtract_with_tolerance(target, value) for target, value in zip(returns, values, strict=True)]
+    return Advantages(whiten(differences), returns)

@@ -1,6 +1,6 @@
-"""Losses: pure functions over tensors, one value a token, and how they become one number.
+"""Losses: pure functions over tensors with one value per token, and their aggregation.
 
-`LOSSES` holds the policy losses by name, and the configuration's ``loss`` chooses one. It needs no torch.
+`LOSSES` maps the names for the setting ``loss`` to policy losses. Importing it does not load torch.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""TokenBatch: sampled tokens, with what a policy loss needs to know of each, and TokenLoss, what it makes of them.
+"""Aggregation of token losses: the inputs and results of losses, masking, sums per row, and the reduction to a number.
 
-What stands where the mask is False, NaN and infinities included, reaches neither value nor gradient: it is replaced
-before anything is computed from it, since a NaN that is multiplied by 0 stays NaN.
-
-Sums and means over the tokens of each row.
-
-Aggregation: how the losses of a batch's tokens become one number, whatever parts the batch is computed in.
+Values where the mask is False, including NaN and infinity, affect neither values nor gradients. They are replaced
+before any computation, because NaN times 0 is NaN.
 """
 
 from __future__ import annotations
@@ -18,22 +14,21 @@ if TYPE_CHECKING:
 
 
 LOG_RATIO_LIMIT = 20.0
-"""Differences of log-probs are held within this, so that a ratio, and with it a loss, is always finite."""
+"""Differences of log-probs are clamped to this magnitude, so that ratios and losses are always finite."""
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """N sampled tokens, those of a row together or not, with what a policy loss needs to know of each.
+    """N sampled tokens with the inputs of a policy loss. Tokens of a row need not be consecutive.
 
     Attributes:
-        logprobs: log-probs under the weights that are trained, with their gradient; [N].
-        old: log-probs that the ratio is taken to; [N]. They are those under which the tokens were sampled, or, with
-            rollout correction, the trainer's own before the update.
+        logprobs: log-probs under the trained weights, with gradient; [N].
+        old: log-probs in the denominator of the ratio; [N]. They are the rollout log-probs, or with rollout correction
+            the trainer's own log-probs before the update.
         advantages: [N].
         mask: bool, the tokens that count; [N].
-        row: int64, the row of each token, from 0; [N]. Rows are whole: no other batch holds tokens of them.
-        weights: what rollout correction weighs each token by, 1 without it; [N]. A token's loss is multiplied by it
-            afterwards, and a loss need not look at it.
+        row: int64, the row of each token, from 0; [N]. Rows are complete: no other batch contains their tokens.
+        weights: weights of rollout correction, 1 without it; [N]. The caller multiplies the loss by them afterwards.
     """
 
     logprobs: Tensor
@@ -46,10 +41,10 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class ClipRange:
-    """How far a token's probability may move before it is no longer pushed on: ratios ``1 - low`` to ``1 + high``.
+    """The range of ratios, ``1 - low`` to ``1 + high``, outside which a token gets no further push.
 
     Attributes:
-        low: 1 sets no bound below.
+        low: 1 sets no lower bound.
         high: may be infinite.
         dual: where an advantage is negative, the loss is at most this many times it (dual clip); None sets no bound.
     """
@@ -65,9 +60,8 @@ class TokenLoss:
 
     Attributes:
         loss: loss of each token, 0 where the mask is False; [N].
-        ratio: probability of each token now over the old one, or the mean of that over its row, 1 where the mask is
-            False; [N].
-        clipped: bool, the tokens that the clipping has to do with; [N].
+        ratio: new over old probability of each token, or the mean over its row; 1 where the mask is False; [N].
+        clipped: bool, the tokens that clipping affects; [N].
     """
 
     loss: Tensor
@@ -76,29 +70,29 @@ class TokenLoss:
 
 
 def masked(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
-    """``values`` where the mask is True, and ``fill``, with no gradient, elsewhere."""
+    """Return ``values`` where the mask is True, and ``fill`` without gradient elsewhere."""
     return values.masked_fill(~mask, fill)
 
 
 def log_ratio(logprobs: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-    """Log of the probability under ``logprobs`` over that under ``old``, within bounds; 0 where the mask is False."""
+    """Return ``logprobs - old``, clamped to `LOG_RATIO_LIMIT`; 0 where the mask is False."""
     return (masked(logprobs, mask) - masked(old, mask)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def row_counts(mask: Tensor, row: Tensor) -> Tensor:
-    """Number of tokens that count in each row; int64 [R], R one more than the highest row."""
+    """Return the number of counted tokens in each row; int64 [R], where R is the highest row plus 1."""
     rows = int(row.max()) + 1 if row.numel() else 0
     return row.new_zeros(rows).scatter_add(0, row, mask.to(row.dtype))
 
 
 def row_sums(values: Tensor, mask: Tensor, row: Tensor) -> Tensor:
-    """Sum of the values of each row where the mask is True; [R]."""
+    """Return the sum of each row's values where the mask is True; [R]."""
     rows = int(row.max()) + 1 if row.numel() else 0
     return values.new_zeros(rows).scatter_add(0, row, masked(values, mask))
 
 
 def row_means(values: Tensor, mask: Tensor, row: Tensor) -> Tensor:
-    """Mean of the values of each row where the mask is True, 0 for a row without such tokens; [R]."""
+    """Return the mean of each row's values where the mask is True, 0 for a row without such tokens; [R]."""
     return row_sums(values, mask, row) / row_counts(mask, row).clamp(min=1)
 
 
@@ -107,23 +101,22 @@ AggregationName = Literal["token_mean", "sequence_mean", "sequence_token_mean", 
 
 @dataclass(frozen=True)
 class Aggregation:
-    """A sum in which each token has its share, which is worked out from what the *whole* batch of an update holds.
+    """A weighted sum over tokens, whose weights depend on the *whole* batch of an update.
 
-    What micro-batches of whole rows give adds up to what the batch gives, in value and gradient, however it was split
-    or padded.
+    The results of micro-batches of complete rows add up to the result of the batch, in value and gradient.
 
     * ``token_mean``: the mean over all tokens (verl: ``token-mean``; DAPO, https://arxiv.org/abs/2503.14476).
     * ``sequence_mean``: the mean over rows of the sum over each row's tokens (verl: ``seq-mean-token-sum``).
     * ``sequence_token_mean``: the mean over rows of the mean over each row's tokens (verl: ``seq-mean-token-mean``;
       the first GRPO, https://arxiv.org/abs/2402.03300).
-    * ``constant``: as ``sequence_mean``, and divided by ``row_tokens``, which depends on no batch (verl:
-      ``seq-mean-token-sum-norm``; Dr.GRPO, https://arxiv.org/abs/2503.20783).
+    * ``constant``: ``sequence_mean`` divided by the fixed number ``row_tokens`` (verl: ``seq-mean-token-sum-norm``;
+      Dr.GRPO, https://arxiv.org/abs/2503.20783).
 
     Attributes:
         name: one of these.
-        tokens: number of tokens that count in the whole batch.
-        rows: number of rows of the whole batch with a token that counts.
-        row_tokens: what ``constant`` divides by, in tokens.
+        tokens: number of counted tokens in the whole batch.
+        rows: number of rows of the whole batch with a counted token.
+        row_tokens: divisor of ``constant``, in tokens.
     """
 
     name: AggregationName
@@ -132,12 +125,12 @@ class Aggregation:
     row_tokens: int = 1
 
     def __call__(self, values: Tensor, mask: Tensor, row: Tensor) -> Tensor:
-        """What some rows of the batch add to the batch's number; 0 if no token counts.
+        """Return the contribution of some rows to the batch's result; 0 if no token counts.
 
         Args:
-            values: one value a token, such as losses; [N].
+            values: one value per token, such as losses; [N].
             mask: bool, the tokens that count; [N].
-            row: int64, the row of each token, from 0; [N]. Rows are whole.
+            row: int64, the row of each token, from 0; [N]. Rows are complete.
         """
         values = masked(values, mask)
         match self.name:

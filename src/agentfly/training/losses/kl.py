@@ -1,12 +1,9 @@
-"""Divergence of the policy from a reference, KL(policy || reference) in nats, at each token.
+"""KL divergence of the policy from a reference, KL(policy || reference), in nats per token, and its adaptive weight.
 
-Where the reference is the policy before training it holds the policy back, as a penalty in the loss or in the reward.
-The estimates of `kl_estimate` look at the sampled token alone, and are right on average over what the policy samples;
-`full_kl` is right at each token, and needs the logits of both.
+`kl_estimate` uses only the sampled token and is unbiased over the policy's samples for some estimators. `full_kl` is
+exact at each token and needs the logits of both models.
 
 Source: Schulman, Approximating KL Divergence, http://joschu.net/blog/kl-approx.html.
-
-KLCoefficient: how much a divergence counts, and how that follows the divergence that is seen.
 """
 
 from __future__ import annotations
@@ -24,21 +21,21 @@ if TYPE_CHECKING:
 SampledEstimator = Literal["k1", "k2", "k3", "low_variance"]
 
 MAX_LOW_VARIANCE_KL = 10.0
-"""Nats above which ``low_variance`` does not go."""
+"""Upper bound of ``low_variance``, in nats."""
 
 
 def kl_estimate(estimator: SampledEstimator, logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
-    """An estimate at each sampled token; 0 where the mask is False; [N].
+    """Return an estimate at each sampled token; 0 where the mask is False; [N].
 
-    * ``k1``: the difference of the log-probs. Right on average, and noisy. Its gradient is 0 on average: in a loss it
-      holds nothing back.
-    * ``k2``: half its square. Wrong on average where the two are far apart, and its gradient is right.
-    * ``k3``: never negative, and right on average. Its gradient is that of the divergence the other way round.
-    * ``low_variance``: ``k3``, of which no token has more than `MAX_LOW_VARIANCE_KL` (verl: ``low_var_kl``).
+    * ``k1``: the difference of the log-probs. Unbiased, with high variance. Its gradient is 0 on average, so it has no
+      effect in a loss.
+    * ``k2``: half the squared difference. Biased where the two are far apart; its gradient is unbiased.
+    * ``k3``: unbiased and never negative. Its gradient is that of the reverse divergence.
+    * ``low_variance``: ``k3``, clamped to `MAX_LOW_VARIANCE_KL` (verl: ``low_var_kl``).
 
     Args:
         estimator: one of these.
-        logprobs: log-probs of the policy, with their gradient; [N].
+        logprobs: log-probs of the policy, with gradient; [N].
         reference: log-probs of the reference; [N].
         mask: bool, the tokens that the policy sampled; [N].
     """
@@ -56,25 +53,25 @@ def kl_estimate(estimator: SampledEstimator, logprobs: Tensor, reference: Tensor
 
 
 def k3_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
-    """An estimate that is never negative, finite, and 0 where the mask is False; [N]."""
+    """Return the k3 estimate: never negative, finite, and 0 where the mask is False; [N]."""
     difference = log_ratio(reference, logprobs, mask)
     return (difference.expm1() - difference).clamp(min=0.0)  # exp(x) - 1 would round small divergences away
 
 
 def with_k2_gradient(values: Tensor, logprobs: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
-    """``values``, whatever they were estimated by, with the gradient of ``k2``, which is right on average; [N].
+    """Return ``values`` with the gradient of the k2 estimator, which is unbiased; [N].
 
-    verl writes it as a ``+`` after the estimator's name. Source: https://arxiv.org/abs/2510.01555.
+    verl denotes this by a ``+`` after the estimator's name. Source: https://arxiv.org/abs/2510.01555.
     """
     k2 = kl_estimate("k2", logprobs, reference, mask)
     return masked(values, mask).detach() + k2 - k2.detach()
 
 
 def full_kl(logits: Tensor, reference_logits: Tensor) -> Tensor:
-    """The divergence itself, summed over the vocabulary, with its own gradient.
+    """Return the exact divergence, summed over the vocabulary, with its own gradient.
 
-    Tokens that the policy rules out (a logit of minus infinity) add nothing. The logits of both are held in memory, so
-    that a long batch is to be given in chunks.
+    Tokens with a logit of minus infinity under the policy contribute 0. The logits of both models are kept in memory,
+    so pass long batches in chunks.
 
     Args:
         logits: of the policy, divided by the temperature; [..., vocabulary].
@@ -90,20 +87,20 @@ def full_kl(logits: Tensor, reference_logits: Tensor) -> Tensor:
 
 
 _MAX_ERROR = 0.2
-"""A divergence counts as off its target by at most this share of it."""
+"""Bound of the relative error of the divergence that the controller reacts to."""
 
 
 @dataclass(frozen=True)
 class AdaptiveKLController:
-    """The weight of the divergence in a step; a value, of which each step makes the next.
+    """The weight of the divergence in a step; an immutable value that `updated` replaces after each step.
 
     Source: Ziegler and others, Fine-Tuning Language Models from Human Preferences, https://arxiv.org/abs/1909.08593,
     section 2.2.
 
     Attributes:
-        value: the weight, per nat and token. A checkpoint keeps it.
-        target_nats: the mean divergence per token that it steers to; None leaves it as it is.
-        horizon_rows: number of rows over which it can move by a fifth.
+        value: the weight, per nat and token. Checkpoints contain it.
+        target_nats: target of the mean divergence per token; None keeps the weight constant.
+        horizon_rows: number of rows over which the weight can change by a fifth.
     """
 
     value: float
@@ -111,10 +108,10 @@ class AdaptiveKLController:
     horizon_rows: int = 10_000
 
     def updated(self, divergence_nats: float, rows: int) -> AdaptiveKLController:
-        """The coefficient after a step of so many rows with that mean divergence per token.
+        """Return the controller after a step of ``rows`` rows with this mean divergence per token.
 
-        It grows where the divergence was above the target, and shrinks where it was below, by at most a fifth. What is
-        not finite says nothing, and leaves it as it is.
+        The weight grows if the divergence was above the target and shrinks if it was below, by at most a fifth. A
+        divergence that is not finite is ignored.
         """
         if self.target_nats is None or not math.isfinite(divergence_nats):
             return self

@@ -1,7 +1,4 @@
-"""Policy losses: what pushes up the probability of tokens that were better than expected. Pure, one value a token.
-
-value_loss: what teaches a critic the returns.
-"""
+"""Policy losses and the critic's value loss: pure functions with one value per token."""
 
 from __future__ import annotations
 
@@ -24,17 +21,17 @@ if TYPE_CHECKING:
 
 
 LossFunction = Callable[[TokenBatch, ClipRange], TokenLoss]
-"""A loss of a batch's tokens, differentiable by ``batch.logprobs``. 0 where the mask is False."""
+"""A loss of a batch's tokens, differentiable with respect to ``batch.logprobs``; 0 where the mask is False."""
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A loss of tokens, and which settings it reads.
+    """A token loss and the settings that it reads.
 
     Attributes:
-        compute: makes the loss; a pure function.
-        uses: names of the settings that it reads of those in `ClipRange`: ``clip_low``, ``clip_high``, ``clip_dual``.
-            Others are refused with it.
+        compute: computes the loss; a pure function.
+        uses: the settings for `ClipRange` that it reads: ``clip_low``, ``clip_high``, ``clip_dual``. Other settings
+            are rejected.
     """
 
     compute: LossFunction
@@ -45,7 +42,7 @@ class PolicyLoss:
 
 
 def ppo_clip(batch: TokenBatch, clip: ClipRange) -> TokenLoss:
-    """The clipped surrogate of each token's own ratio.
+    """Return the clipped surrogate of each token's own ratio.
 
     Source: PPO, https://arxiv.org/abs/1707.06347, equation 7; separate bounds: DAPO, https://arxiv.org/abs/2503.14476,
     equation 10; dual clip: https://arxiv.org/abs/1912.09729, equation 8.
@@ -54,12 +51,12 @@ def ppo_clip(batch: TokenBatch, clip: ClipRange) -> TokenLoss:
 
 
 def gspo(batch: TokenBatch, clip: ClipRange) -> TokenLoss:
-    """The clipped surrogate of the ratio of a token's whole row: the geometric mean over its tokens.
+    """Return the clipped surrogate of the row's ratio, the geometric mean over its tokens.
 
-    The value of each token's ratio is that of its row, and its gradient that of its own log-prob, times the ratio. With
-    one advantage in all tokens of a row and ``sequence_token_mean`` this has the value and the gradient of GSPO; with
-    advantages that differ within a row it is GSPO-token. Ratios of rows hardly leave 1, so bounds are to be much
-    narrower than those of tokens: the paper takes 0.0003 below and 0.0004 above.
+    Each token has the value of its row's ratio, and the gradient of its own log-prob times the ratio. With one
+    advantage per row and ``sequence_token_mean`` this has the value and gradient of GSPO; with advantages that differ within a
+    row it is GSPO-token. Row ratios stay close to 1, so the bounds must be much narrower than for tokens: the paper
+    uses 0.0003 below and 0.0004 above.
 
     Source: GSPO, https://arxiv.org/abs/2507.18071, equations 5, 7 and 13.
     """
@@ -70,9 +67,9 @@ def gspo(batch: TokenBatch, clip: ClipRange) -> TokenLoss:
 
 
 def cispo(batch: TokenBatch, clip: ClipRange) -> TokenLoss:
-    """REINFORCE with each token weighed by its ratio, which is clipped and has no gradient: no token is left out.
+    """Return the REINFORCE loss, weighted by each token's clipped ratio without gradient. No token loses its gradient.
 
-    The paper sets no bound below (``clip_low: 1``).
+    The paper sets no lower bound (``clip_low: 1``).
 
     Source: CISPO of MiniMax-M1, https://arxiv.org/abs/2506.13585, equations 4 and 5.
     """
@@ -83,9 +80,9 @@ def cispo(batch: TokenBatch, clip: ClipRange) -> TokenLoss:
 
 
 def policy_gradient(batch: TokenBatch, clip: ClipRange) -> TokenLoss:
-    """The importance-weighted policy gradient: the ratio times the advantage, with nothing clipped.
+    """Return the importance-weighted policy gradient: the ratio times the advantage, without clipping.
 
-    Its gradient is that of REINFORCE, with each token weighed by its ratio, whatever the bounds.
+    Its gradient is that of REINFORCE, weighted by each token's ratio.
     """
     ratio = log_ratio(batch.logprobs, batch.old, batch.mask).exp()
     loss = -masked(batch.advantages, batch.mask) * ratio
@@ -110,7 +107,7 @@ class ValueLoss:
 
     Attributes:
         loss: loss of each token, 0 where the mask is False; [N].
-        clipped: bool, the tokens whose gradient the clipping took away; [N].
+        clipped: bool, the tokens without gradient because of clipping; [N].
     """
 
     loss: Tensor
@@ -118,16 +115,16 @@ class ValueLoss:
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, clip: float | None) -> ValueLoss:
-    """Half the squared error, of the value as it is or as far as it may have moved, whichever is the larger.
+    """Return half the squared error of the value or of the clipped value, whichever is larger.
 
-    Source: PPO as OpenAI's baselines have it; https://arxiv.org/abs/2005.12729, section 3.
+    Source: PPO in OpenAI's baselines; https://arxiv.org/abs/2005.12729, section 3.
 
     Args:
-        values: what the critic says now, with its gradient; [N].
-        old: what it said before the step; [N].
-        returns: what it should say; [N].
+        values: the critic's current values, with gradient; [N].
+        old: its values before the step; [N].
+        returns: the targets; [N].
         mask: bool, the tokens that count; [N].
-        clip: how far a value may move from the old one, in units of reward; None sets no bound.
+        clip: maximum distance from the old value, in units of reward; None sets no bound.
     """
     values, old, returns = (masked(tensor, mask) for tensor in (values, old, returns))
     free = 0.5 * (values - returns).square()

@@ -1,10 +1,8 @@
-"""Mismatch: how far the trainer's log-probs are from those under which the tokens were sampled, in numbers.
+"""Rollout correction: importance weights between the trainer's log-probs and the rollout log-probs, and their mismatch.
 
-Rollout correction: importance weights between the trainer's log-probs and those under which tokens were sampled.
-
-The two differ where sampler and trainer are different programs or formats, or where rollouts ran ahead of updates. The
-policy's ratio is then taken to the trainer's log-probs before the update, and what is left, the trainer's probability
-over the sampler's, weighs each token.
+The two differ if sampler and trainer are different programs or number formats, or if rollouts ran ahead of updates. The
+policy's ratio then refers to the trainer's log-probs before the update. The remaining factor, the trainer's probability
+over the sampler's, weights each token.
 """
 
 from __future__ import annotations
@@ -21,17 +19,17 @@ if TYPE_CHECKING:
 
 
 def mismatch_metrics(old: Tensor, behaviour: Tensor, mask: Tensor, row: Tensor) -> dict[str, float]:
-    """Distances between two sets of log-probs of the same tokens, all finite; empty if no token counts.
+    """Return distances between two sets of log-probs of the same tokens, all finite; empty if no token counts.
 
-    Names after ``mismatch/`` are those of verl's ``rollout_corr/``, where it has them:
+    The names after ``mismatch/`` are those of verl's ``rollout_corr/``, where they exist:
 
     * ``kl`` and ``k3_kl``: estimates of KL(sampler || trainer) in nats per token; the first may be negative.
-    * ``logprob_diff_mean``, ``logprob_diff_max``: how far log-probs of a token are apart, in nats.
-    * ``ratio_mean``, ``ratio_max``: a token's probability to the trainer over that to the sampler.
-    * ``training_ppl``, ``rollout_ppl``: mean over rows of the perplexity to the trainer and to the sampler;
-      ``ppl_ratio``: mean over rows of the first over the second; ``log_ppl_diff``, ``log_ppl_abs_diff``: mean over rows
-      of the difference of their logarithms, and of its size.
-    * ``chi2_token``, ``chi2_seq``: mean of the squared ratio of tokens, and of whole rows, less 1.
+    * ``logprob_diff_mean``, ``logprob_diff_max``: absolute difference of a token's log-probs, in nats.
+    * ``ratio_mean``, ``ratio_max``: a token's probability under the trainer over that under the sampler.
+    * ``training_ppl``, ``rollout_ppl``: mean over rows of the perplexity under the trainer and under the sampler;
+      ``ppl_ratio``: mean over rows of their quotient; ``log_ppl_diff``, ``log_ppl_abs_diff``: mean over rows of the
+      difference of their logarithms, and of its absolute value.
+    * ``chi2_token``, ``chi2_seq``: mean squared ratio of tokens, and of whole rows, minus 1.
 
     Args:
         old: log-probs of the trainer, before the update; [N].
@@ -71,12 +69,12 @@ def _bounded(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """What rollout correction says of N tokens.
+    """The rollout correction of N tokens.
 
     Attributes:
-        weights: what each token's loss is multiplied by, without gradient, 0 where the mask is False; [N].
+        weights: factors of the token losses, without gradient; 0 where the mask is False; [N].
         mask: bool, the tokens that still count; [N].
-        metrics: the mismatch and the weights, by their names in the metrics; all finite.
+        metrics: metrics of the mismatch and the weights; all finite.
     """
 
     weights: Tensor
@@ -87,11 +85,11 @@ class RolloutCorrection:
 def correct_rollouts(
     old: Tensor, behaviour: Tensor, mask: Tensor, row: Tensor, config: CorrectionConfig
 ) -> RolloutCorrection:
-    """Weights and mask of a batch's tokens.
+    """Return weights and mask of a batch's tokens.
 
-    The ratio of a token is its own, or for all tokens of a row the product of theirs (``sequence``) or its geometric
-    mean (``sequence_mean``). With ``truncate`` the weight is the ratio, held within the bounds; with ``mask`` what is
-    beyond them is left out, and the ratio is the weight of the rest.
+    The ratio of a token is its own (``token``), the product over its row (``sequence``), or the geometric mean over its
+    row (``sequence_mean``). With ``truncate``, the weight is the ratio clamped to the bounds. With ``mask``, tokens
+    outside the bounds are masked, and the others have their ratio as weight.
 
     Sources: truncated, https://fengyao.notion.site/off-policy-rl ; masked by tokens, IcePop in
     https://arxiv.org/abs/2510.18855 ; masked by rows, https://richardli.xyz/rl-collapse . The metrics have the names of
@@ -122,7 +120,7 @@ def correct_rollouts(
 
 
 def _weight_metrics(weights: Tensor, ratio: Tensor, mask: Tensor, config: CorrectionConfig) -> dict[str, float]:
-    """Of the weights of all tokens, 0 for those left out; the effective sample size is a share of the tokens."""
+    """Return metrics of the weights, 0 for masked tokens; the effective sample size is a fraction of the tokens."""
     weights, ratio = weights[mask].double(), ratio[mask].double()
     square = float(weights.square().mean())
     lower = config.lower if config.lower is not None else 1.0 / config.upper
@@ -139,7 +137,7 @@ def _weight_metrics(weights: Tensor, ratio: Tensor, mask: Tensor, config: Correc
 
 
 def _masked_fractions(kept: Tensor, mask: Tensor, row: Tensor) -> dict[str, float]:
-    """Share of the tokens that are left out, and of the rows that lose some."""
+    """Return the fraction of masked tokens, and the fraction of rows with a masked token."""
     before, after = row_counts(mask, row), row_counts(kept, row)
     return {
         "mismatch/masked_fraction": 1.0 - float(after.sum()) / float(before.sum()),

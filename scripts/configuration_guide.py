@@ -2,7 +2,7 @@
 
     python scripts/configuration_guide.py
 
-A table stands below ``<!-- fields: ClassName -->``. `tests/cli/test_field_list.py` sees that the guide is as this
+A table stands below ``<!-- fields: ClassName -->``. `tests/cli/test_config_fields.py` sees that the guide is as this
 leaves it.
 """
 

@@ -214,7 +214,7 @@ from agentfly.testing.fake_openai_server import FakeOpenAIServer, text_reply
 
 async def serve():
     async with FakeOpenAIServer() as far_side:
-        far_side.always = text_reply("low")
+        far_side.default_reply = text_reply("low")
         asking = asyncio.to_thread(evaluate, far_side.url)
         await asking
 

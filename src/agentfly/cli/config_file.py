@@ -40,7 +40,7 @@ _VARIABLE = re.compile(r"oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)\s*(?:,(.*))?", re.D
 
 
 class EndpointConfig(BaseModel):
-    """A model behind an OpenAI-compatible endpoint, which evaluations and rollouts ask in place of one loaded here.
+    """A model behind an OpenAI-compatible endpoint, for evaluations and rollouts instead of a model loaded here.
 
     Further keys are fields of `agentfly.ModelAPISpec`, such as ``api_key_env`` and ``max_concurrency``.
     """
@@ -56,11 +56,11 @@ class EndpointConfig(BaseModel):
     omit: tuple[str, ...] = ()
     """Parameters that the endpoint refuses, such as ``temperature``."""
     send_reasoning: bool = False
-    """Whether the thoughts of earlier turns are sent back."""
+    """Whether the reasoning of earlier turns is sent back."""
 
 
 class MemoryConfig(BaseModel):
-    """What the agent recalls of the conversation at each turn.
+    """What the agent sees of the conversation at each turn.
 
     Further keys are settings of the memory: ``turns`` of `agentfly.Window`, or the fields of `agentfly.SummaryFolding`.
     """
@@ -82,24 +82,24 @@ class VLLMConfig(BaseModel):
     kind: Literal["vllm"] = "vllm"
     """``vllm``; ``policy: vllm`` alone is one server with all settings as they are here."""
     servers: PositiveInt = 1
-    """Number of servers that are started; rollouts are shared out among them."""
+    """Number of servers to start; rollouts are distributed among them."""
     server: dict[str, Any] = {}
     """Fields of `agentfly.ModelServerSpec` for each of them, such as ``dtype`` and ``context_length``."""
     urls: tuple[str, ...] = ()
-    """Addresses of servers that run already, in place of those."""
+    """Addresses of running servers, used instead of starting any."""
     api_key_env: str | None = None
-    """The environment variable with the key of these."""
+    """The environment variable with the key of these servers."""
     in_flight: Literal["drain", "mark"] = "drain"
-    """What an update does with running generations: it waits for their end, or they go on with the new weights."""
+    """What an update does with running generations: wait for their end, or continue them with the new weights."""
     exchange: str | None = None
     """Directory through which weights go to servers, seen by both under one path; that for temporary files if not
     given."""
     raw_logprobs: bool = False
-    """Whether log-probs at temperature 1 are told also where tokens are sampled otherwise."""
+    """Whether log-probs at temperature 1 are recorded also where tokens are sampled differently."""
 
 
 class OracleConfig(BaseModel):
-    """The oracle in place of a model: its rollouts prove a task, and a model can be warm-started on them."""
+    """The oracle instead of a model: its rollouts show that tasks can be solved, and a model can be warm-started on them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -117,7 +117,7 @@ def _kind_of(policy: Any) -> str:
 
 
 class RunConfig(BaseModel):
-    """What a run is made of.
+    """The configuration of a run.
 
     References name something in Python code, as ``module:name`` or ``path/file.py:name``.
     """
@@ -139,27 +139,27 @@ class RunConfig(BaseModel):
     ) = None
     """What is sampled from: an endpoint (not in training), or ``vllm``; if not given, the model in this process."""
     memory: MemoryConfig | None = None
-    """What the agent recalls of the conversation at each turn; as the agent says if not given."""
+    """What the agent sees of the conversation at each turn; the agent's own memory if not given."""
     tasks: str | None = None
     """Reference of the tasks, or of a function that returns them, or path of a file: JSON lines, CSV, parquet."""
     eval_tasks: str | None = None
     """The same for the held-out tasks; without them nothing is evaluated."""
     reward: str | None = None
-    """Reference of the reward, of a group's too; without one, the rewards of the tools are summed, 0 where they gave
+    """Reference of the reward, of a group's too; without one, the rewards of the tools are summed, or 0 if they gave
     none."""
     curriculum: str | None = None
     """Reference of a `Curriculum`, or of what makes one, such as ``agentfly.training.curriculum:BySuccessRate``: it
-    chooses and orders the tasks of each epoch of a training. All of them, in an order of chance, if not given."""
+    chooses and orders the tasks of each training epoch. All tasks in random order if not given."""
     oracle: str | None = None
-    """Reference of what an agent without fault says, which ``agentfly check`` plays: a script, or what makes one."""
+    """Reference of the turns of a perfect agent, which ``agentfly check`` plays: a script, or a function that returns one."""
     run_dir: str | None = None
     """Directory of the run's files; ``runs/<time>`` in the working directory if not given."""
     directory: str = "."
-    """Where modules are looked for first, and what paths are relative to: the configuration file's own directory."""
+    """Where modules are searched first, and the base of relative paths: the configuration file's own directory."""
     training: TrainConfig = Field(default_factory=TrainConfig)
     """How to train; evaluations and rollouts read their share of it."""
     sft: SFTConfig = Field(default_factory=SFTConfig)
-    """How ``agentfly sft`` warm-starts the model on trajectories that won."""
+    """How ``agentfly sft`` warm-starts the model on successful trajectories."""
 
     @field_validator("training", "sft", mode="wrap")
     @classmethod

@@ -99,7 +99,7 @@ class VLLMConfig(BaseModel):
 
 
 class OracleConfig(BaseModel):
-    """The oracle instead of a model: its rollouts show that tasks can be solved, and a model can be warm-started on them."""
+    """The oracle instead of a model: its rollouts prove that tasks can be solved, and can warm-start a model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -151,7 +151,7 @@ class RunConfig(BaseModel):
     """Reference of a `Curriculum`, or of what makes one, such as ``agentfly.training.curriculum:BySuccessRate``: it
     chooses and orders the tasks of each training epoch. All tasks in random order if not given."""
     oracle: str | None = None
-    """Reference of the turns of a perfect agent, which ``agentfly check`` plays: a script, or a function that returns one."""
+    """Reference of a perfect agent's turns, which ``agentfly check`` plays: a script, or a function that returns it."""
     run_dir: str | None = None
     """Directory of the run's files; ``runs/<time>`` in the working directory if not given."""
     directory: str = "."

@@ -263,6 +263,7 @@ async def test_a_box_whose_processes_had_the_memory_limit_end_it_is_their_own_do
             assert (await box.run("echo new")).stdout == "new\n"
         bubble = box._sandbox.bubble  # type: ignore[union-attr]
         bubble.kill()
+        await bubble.exited.wait()
         with pytest.raises(ResourceDied):
             await box.run("true")
 

@@ -67,7 +67,9 @@ def test_a_word_is_the_same_tokens_wherever_it_stands(tokenizer):
 
 def test_the_template_writes_calls_that_are_given_apart_from_the_text(tokenizer):
     function = {"name": "check", "arguments": {"item": "tea"}}
-    rendered = tokenizer.apply_chat_template([{"role": "assistant", "content": "", "tool_calls": [{"function": function}]}])
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "assistant", "content": "", "tool_calls": [{"function": function}]}]
+    )
     call = '<tool_call>\n{"name": "check", "arguments": {"item": "tea"}}\n</tool_call>'
     assert rendered == f"<|im_start|>assistant\n{call}<|im_end|>\n"
 

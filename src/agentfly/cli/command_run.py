@@ -26,7 +26,7 @@ def base_url_override(base_url: str | None) -> list[str]:
     return [] if base_url is None else [f"policy.base_url={base_url}"]
 
 
-def run_to_go_on_with(path: Path, command: Command) -> RunDirectory:
+def find_resumable_run(path: Path, command: Command) -> RunDirectory:
     """Return the run that a command is to resume.
 
     Raises:
@@ -44,7 +44,7 @@ def run_to_go_on_with(path: Path, command: Command) -> RunDirectory:
     return run
 
 
-def tell_unused(words: Sequence[str], command: Literal["train", "sft"]) -> None:
+def warn_unused_overrides(words: Sequence[str], command: Literal["train", "sft"]) -> None:
     """Warn about overrides that the command does not read: training and warm start have separate settings."""
     other, own, length = "training", "sft", "sft.epochs"
     if command == "train":
@@ -144,7 +144,7 @@ class CommandRun:
                 raise ConfigError("Name a configuration or a run, or say --resume RUN_DIR to go on with one.")
             config, step = load_source(source, overrides, checkpoint)
             return cls(config, step, kind, None)
-        run = run_to_go_on_with(resume, kind)
+        run = find_resumable_run(resume, kind)
         if checkpoint is not None:
             raise ConfigError("--checkpoint belongs to a new run; --resume goes on with the model that there is.")
         config = load_config(run.config_file, [*([] if source is None else [str(source)]), *overrides])

@@ -34,14 +34,14 @@ def sft(
     Only trajectories with a reward of at least sft.min_reward are used. Sampled ids are used as they are. Conversations
     of an oracle or another model are rendered in this model's chat format. The loss covers the agent's turns alone.
     """
-    from agentfly.cli.command_run import run_to_go_on_with, save_config_on_start, tell_unused
+    from agentfly.cli.command_run import find_resumable_run, save_config_on_start, warn_unused_overrides
     from agentfly.cli.config_file import is_override, load_config
     from agentfly.cli.experiment import Experiment
     from agentfly.core.events import EventStream
     from agentfly.training.sft.sft import sft as warm_start
 
     words = words or []
-    resumed = None if resume is None else run_to_go_on_with(resume, "sft")
+    resumed = None if resume is None else find_resumable_run(resume, "sft")
     source = resumed.config_file if resumed is not None else Path(words.pop(0)) if words else None
     overrides = [word for word in words if is_override(word)]
     data = [word for word in words if not is_override(word)]
@@ -55,7 +55,7 @@ def sft(
             "Say what is to learn and from what: agentfly sft CONFIG.yaml RUN_DIR, where RUN_DIR holds trajectories, "
             "for instance of agentfly rollout CONFIG.yaml policy=oracle. To go on: agentfly sft --resume RUN RUN_DIR."
         )
-    tell_unused(overrides, "sft")
+    warn_unused_overrides(overrides, "sft")
     config = load_config(source, overrides)
     experiment = Experiment.load(config)
     experiment.fetch_model()

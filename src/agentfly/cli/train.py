@@ -31,18 +31,18 @@ def train(
     ] = None,
 ) -> None:
     """Train the agent of a configuration file."""
-    from agentfly.cli.command_run import run_to_go_on_with, tell_unused
+    from agentfly.cli.command_run import find_resumable_run, warn_unused_overrides
     from agentfly.cli.config_file import load_config
 
     words = words or []
     if resume is not None:
-        run = run_to_go_on_with(resume, "train")
-        tell_unused(words, "train")
+        run = find_resumable_run(resume, "train")
+        warn_unused_overrides(words, "train")
         run_training(load_config(run.config_file, words), resumed=run)
         return
     if not words:
         raise ConfigError("Say what to train: agentfly train CONFIG.yaml, or agentfly train --resume RUN_DIR.")
-    tell_unused(words, "train")
+    warn_unused_overrides(words, "train")
     run_training(load_config(Path(words[0]), words[1:]))
 
 

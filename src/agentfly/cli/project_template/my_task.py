@@ -1,8 +1,8 @@
-"""my-task: look at the shelf that is asked for, and not at the one that is merely named.
+"""my-task: look at the requested shelf, and not at the other one in the prompt.
 
-All that a run needs is here, and config.yaml names it: the agent with its tool, the reward, the tasks, and an oracle
-that proves that the tasks can be solved. Put your own in their place one by one; `agentfly check config.yaml` tells
-whether they go together.
+This file holds all that a run needs, and config.yaml names it: the agent with its tool, the reward, the tasks, and an
+oracle that proves that the tasks can be solved. Replace them with your own one by one; `agentfly check config.yaml`
+reports whether they fit together.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check(item: str) -> af.ToolResult:
 
 
 def agent(model: str) -> af.Agent:
-    """The agent, with whatever model the configuration names."""
+    """The agent, with the model of the configuration."""
     return af.Agent(
         model=model,
         tools=[check],
@@ -49,9 +49,9 @@ def agent(model: str) -> af.Agent:
 
 @af.reward
 def right_shelf(trajectory: af.Trajectory, item: str) -> dict[str, float]:
-    """1 where the shelf that was asked for is the one that was looked at; `item` is a field of the task.
+    """1 if the agent looked at the requested shelf; `item` is a field of the task.
 
-    Further numbers beside ``reward`` are shown in the metrics, as ``reward_metrics/called``.
+    Other numbers beside ``reward`` appear in the metrics, as ``reward_metrics/called``.
     """
     calls = [result.call for turn in trajectory.turns for result in turn.results if result.failure is None]
     right = any(call.arguments == {"item": item} for call in calls)
@@ -65,16 +65,16 @@ def tasks() -> list[af.Task]:
 
 
 def train_tasks() -> list[af.Task]:
-    """What is trained on."""
+    """The tasks to train on."""
     return [task for number, task in enumerate(tasks()) if number % 7]
 
 
 def eval_tasks() -> list[af.Task]:
-    """What is kept back: success is told of tasks that were never trained on."""
+    """The held-out tasks: success is measured on tasks that were never trained on."""
     return tasks()[::7]
 
 
 def oracle(conversation: str, turn: int) -> str:
-    """What an agent without fault writes, given the conversation so far: `agentfly check` plays it."""
+    """What a perfect agent writes, given the conversation so far; `agentfly check` plays it."""
     item = re.findall(r"What about the (\w+)\?", conversation)[-1]
     return agent("tiny").format.write("check", {"item": item})

@@ -1,4 +1,4 @@
-"""The tool, the reward, and whole rollouts whose turns are written beforehand: no model is loaded."""
+"""Tests of the tool, the reward, and whole rollouts with scripted turns. No model is loaded."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import agentfly as af
 
 
 def play(script: list[str]) -> af.RunResult:
-    """One rollout in which the model says what is written, turn by turn."""
+    """Run one rollout with scripted turns."""
     task = af.Task("Leave the tea. What about the rice?", {"item": "rice"})
     policy = af.ScriptedPolicy(script)
     return asyncio.run(af.run(my_task.agent("tiny"), [task], reward=my_task.right_shelf, policy=policy))
 
 
 def call(item: str) -> str:
-    """A turn that looks at a shelf, as the model writes it."""
+    """Return a turn that looks at a shelf, as the model writes it."""
     return my_task.agent("tiny").format.write("check", {"item": item})
 
 

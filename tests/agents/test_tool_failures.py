@@ -197,7 +197,7 @@ async def test_a_far_side_that_breaks_off_is_an_outage_whoever_asks_it(answer: b
 def test_no_client_is_imported_to_know_its_exceptions() -> None:
     """In a process of its own, since this one has them all."""
     program = (
-        "import sys; from agentfly.agents.transient_errors import find_transient_error; find_transient_error(ValueError('x'));"
+        "import sys; from agentfly.agents.transient_errors import find_transient_error as find; find(ValueError('x'));"
         "print(*{'aiohttp', 'requests', 'urllib3', 'grpc', 'openai', 'botocore'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -86,7 +86,7 @@ class Past:
 
 @runtime_checkable
 class Memory(Protocol):
-    """Selects the part of a conversation that the model sees. One object serves all rollouts; state is in `Past.state`."""
+    """Selects the part of a conversation that the model sees. One object serves all rollouts; use `Past.state`."""
 
     async def recall(self, past: Past) -> Sequence[Message]:
         """Return the messages that the model sees at its next turn.

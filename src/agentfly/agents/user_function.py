@@ -236,7 +236,7 @@ class UserFunction:
         return self.function(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
-        """Pickle by name where another process can import it, as with functions; otherwise by value with cloudpickle."""
+        """Pickle by name where another process can import it, like functions; otherwise by value with cloudpickle."""
         module, path = self.__dict__["__module__"], self.__dict__["__qualname__"]
         if module in sys.modules and module != "__main__" and path and is_importable(module):
             try:

@@ -26,13 +26,13 @@ _PARQUET_MAGIC = b"PAR1"
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a file, each with its place there, such as ``line 3``.
+    """Read the rows of a file, each with its location, such as ``line 3``.
 
-    The ending of the name says what the file is: ``.csv`` and ``.tsv`` have a header line, ``.parquet`` is read by
-    pyarrow, ``.json`` is one list of objects. Every other file is JSON lines.
+    The suffix determines the file type: ``.csv`` and ``.tsv`` have a header line, ``.parquet`` is read with pyarrow,
+    ``.json`` is one list of objects. Any other file is JSON lines.
 
     Raises:
-        ConfigError: there is no such file, or it is not what its ending says, or a row is not an object or has one name
+        ConfigError: the file does not exist or does not match its suffix, or a row is not an object or has a name
             twice.
         PrerequisiteError: pyarrow is needed and not installed.
     """
@@ -192,7 +192,7 @@ def _twice(where: str, name: str) -> ConfigError:
 
 
 _PROMPT_NAMES = ("problem", "question", "query", "instruction", "input", "messages", "conversation", "text")
-"""Fields that data sets call what the agent is asked."""
+"""Names under which data sets commonly have the prompt."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -200,14 +200,15 @@ class Task:
     """One row of a data set: a prompt and any other fields.
 
     Args:
-        prompt: what the agent is asked: a text, which becomes one user message, or a list of messages. The content of
-            a message may be a list of texts and images: see `agentfly.core.messages.parse_content`. Images are read here.
-        fields: everything else of the row. A reward gets a field by naming a parameter after it.
-        id: a name that is stable between runs; made from the content when it is not given. A whole number becomes text.
+        prompt: the request to the agent: a text, which becomes one user message, or a list of messages. The content of
+            a message may be a list of texts and images (see `agentfly.core.messages.parse_content`). Images are loaded
+            here.
+        fields: all other fields of the row. A reward gets a field through a parameter with its name.
+        id: a name that is stable between runs; by default a hash of the content. An integer becomes text.
 
     Raises:
-        ConfigError: the id is neither text nor a whole number; or a message holds something that is neither text nor
-            image, or an image that cannot be had.
+        ConfigError: the id is neither text nor an integer; or a message contains something other than text and images,
+            or an image that cannot be loaded.
     """
 
     prompt: str | Sequence[Message]
@@ -320,22 +321,21 @@ def _how_to_name_a_prompt(fields: Mapping[str, Any]) -> str:
 
 
 Row = Task | Mapping[str, Any] | str
-"""As what a task may be given: itself, a mapping with a ``prompt``, or the prompt."""
+"""A task in any accepted form: a `Task`, a mapping with a ``prompt``, or the prompt."""
 
 Tasks = Iterable[Row] | Mapping[str, Any] | Task | str | Path
-"""As what tasks may be given: rows, one of them, or the path of a file (`agentfly.core.task`)."""
+"""Tasks in any accepted form: rows, a single row, or the path of a file."""
 
 
 def to_tasks(tasks: Tasks) -> list[Task]:
-    """Tasks from whatever a user has: tasks, mappings, prompts, one of these, or the path of a file.
+    """Convert tasks, mappings, prompts, a single one of these, or the path of a file to a list of tasks.
 
-    A text by itself is a path. `agentfly.core.task` says which kinds of files there are.
-
-    Images of a file's tasks may be given by their paths, from the directory of the file on.
+    A single text is a path. `read_rows` lists the supported file types. Image paths in a file's tasks are relative to
+    the directory of the file.
 
     Raises:
-        ConfigError: a row has no prompt, an image is none, the file cannot be read, or two tasks that are
-            not the same have the same id. One task may be there more than once.
+        ConfigError: a row has no prompt, an image is invalid, the file cannot be read, or two different tasks have the
+            same id. The same task may occur more than once.
     """
     if isinstance(tasks, (str, Path)):
         return _read_task_file(Path(tasks))
@@ -354,9 +354,9 @@ def to_tasks(tasks: Tasks) -> list[Task]:
 
 
 def shared_tasks(tasks: Sequence[Task], eval_tasks: Sequence[Task]) -> str:
-    """What there is to say of held-out tasks that are trained on, too; empty if none is.
+    """Return a warning about held-out tasks that are also trained on; empty if there are none.
 
-    Tasks are the same that hold the same, whatever their ids are.
+    Tasks are compared by content, regardless of their ids.
     """
     held_out = [_held(task) for task in eval_tasks]
     wanted = set(held_out)
@@ -372,18 +372,17 @@ def shared_tasks(tasks: Sequence[Task], eval_tasks: Sequence[Task]) -> str:
 
 
 def _held(task: Task) -> str:
-    """What a task holds, without its id."""
+    """Return the content of a task, without its id."""
     return json.dumps([task.prompt_to_json(), dict(task.fields)], sort_keys=True, default=repr)
 
 
 def tasks_to_read(tasks: Tasks) -> Iterable[Row]:
-    """Tasks for a reader that takes them one by one.
+    """Return tasks for a reader that takes them one by one.
 
-    Lists and files are read and checked now. The rows of any other iterable are handed on as they are: `as_task` makes
-    a task of each.
+    Lists and files are read and validated now. Rows of any other iterable are passed on unchanged, for `as_task`.
 
     Raises:
-        ConfigError: as of `to_tasks`.
+        ConfigError: as in `to_tasks`.
     """
     if isinstance(tasks, (str, Path, Task, Mapping)):
         return to_tasks(tasks)
@@ -395,10 +394,10 @@ def tasks_to_read(tasks: Tasks) -> Iterable[Row]:
 
 
 def as_task(row: Row) -> Task:
-    """A task from a row of what a user has, checked unless it is one; a text by itself is a prompt.
+    """Convert a row to a task, and validate it unless it already is a task. A single text is a prompt.
 
     Raises:
-        ConfigError: as of `to_tasks`.
+        ConfigError: as in `to_tasks`.
     """
     return row if isinstance(row, Task) else to_tasks([row])[0]
 
@@ -423,7 +422,7 @@ def _as_task(task: Row) -> Task:
 
 
 def _require_messages(task: Task) -> None:
-    """Refuse a prompt that is neither a text nor messages with text and sound images."""
+    """Raise unless a prompt is a text, or messages with text and valid images."""
     if isinstance(task.prompt, str):
         return
     for message in task.prompt if isinstance(task.prompt, Sequence) else [task.prompt]:
@@ -454,7 +453,7 @@ def _has_parts(message: Any) -> bool:
 
 
 def _with_images(prompt: Any, folder: Path | None) -> Any:
-    """A prompt whose images are there; what is no prompt stays as it is, to be refused where tasks are collected."""
+    """Return a prompt with its images loaded. An invalid prompt stays as it is, and is rejected in `to_tasks`."""
     if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not any(map(_has_parts, prompt)):
         return prompt
     try:
@@ -467,7 +466,7 @@ def _with_images(prompt: Any, folder: Path | None) -> Any:
 
 
 def _require_json(task: Task) -> None:
-    """Refuse a task whose record could not be saved with its trajectories."""
+    """Raise unless a task can be saved with its trajectories."""
     for name, value in [*task.fields.items(), ("prompt", task.prompt_to_json())]:
         try:
             json.dumps({name: value}, allow_nan=False, ensure_ascii=False).encode("utf-8")
@@ -482,7 +481,7 @@ def _require_json(task: Task) -> None:
 
 
 def _require_own_ids(tasks: Sequence[Task], places: Sequence[str]) -> None:
-    """Refuse two tasks of one id, unless they are the same: results, groups and rollouts are told apart by it."""
+    """Raise if two different tasks have the same id, which identifies results, groups and rollouts."""
     first: dict[str, int] = {}
     for index, task in enumerate(tasks):
         before = first.setdefault(task.id, index)

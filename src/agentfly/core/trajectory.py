@@ -445,7 +445,7 @@ def _trajectory_in(line: bytes, path: Path | str, number: int) -> Trajectory:
 
 
 def trajectory_json_line(trajectory: Trajectory, **besides: Any) -> str:
-    """Return a trajectory as one line of JSON, with its line end. ``besides`` adds further keys for readers of the JSON."""
+    """Return a trajectory as one line of JSON, with its line end. ``besides`` adds further keys."""
     return to_json_line(trajectory.to_json() | besides) + "\n"
 
 

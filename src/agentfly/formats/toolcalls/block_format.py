@@ -204,7 +204,7 @@ class BlockFormat(ABC):
         return call_id(number)
 
     def _result_marker(self) -> re.Pattern[str] | None:
-        """The beginning of a tool result, if the format has one. Text from there on is ignored: the model made it up."""
+        """The beginning of a tool result, if the format has one. Text from there on was invented and is ignored."""
         return None
 
     def _inner_markers(self) -> re.Pattern[str] | None:

@@ -77,7 +77,9 @@ def refused(project, monkeypatch, capsys):
 def test_a_machine_without_user_namespaces(refused, monkeypatch):
     cure = "Ordinary users may not make user namespaces here. As root, run: sysctl -w user.max_user_namespaces=15000"
     monkeypatch.setattr(
-        backend, "_committed", lambda: BubblewrapCapabilities(available=False, tier=Tier.NONE, missing=(cure,))
+        backend,
+        "_launcher_or_failure",
+        lambda: BubblewrapCapabilities(available=False, tier=Tier.NONE, missing=(cure,)),
     )
     code, message = refused("rollout", "config.yaml", "-n", "2", "reward=mine.py:boxed")
     assert code == 1

@@ -388,13 +388,13 @@ async def test_more_files_than_a_fork_can_copy_are_a_matter_for_the_model(
     await box.fork()
 
 
-@pytest.mark.parametrize("moment", ["_say", "commit"])
+@pytest.mark.parametrize("moment", ["_run_to_end", "commit"])
 async def test_what_a_process_leaves_that_is_killed_while_it_looks_into_an_image_is_reaped(
     engine_ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     program = """
     import asyncio, sys, time
-    from agentfly.resources.containers.docker import backend, images, images
+    from agentfly.resources.containers.docker import backend, images
     from agentfly.resources.containers.spec import ContainerSpec
 
     def after(owner, name):
@@ -405,7 +405,7 @@ async def test_what_a_process_leaves_that_is_killed_while_it_looks_into_an_image
             await asyncio.sleep(600)
         setattr(owner, name, hang)
 
-    after(image, "_say") if sys.argv[3] == "_say" else after(images.CommittedImages, "commit")
+    after(images, "_run_to_end") if sys.argv[3] == "_run_to_end" else after(images.CommittedImages, "commit")
     engine = {"docker": backend.Docker, "podman": backend.Podman}[sys.argv[1]](sys.argv[2])
     asyncio.run(engine.prepare(ContainerSpec(image=sys.argv[4], backend=sys.argv[1])))
     """

@@ -226,7 +226,7 @@ async def test_it_is_refused_unless_the_spec_says_that_weak_isolation_will_do(mo
     nothing = BubblewrapCapabilities(
         available=False, tier=Tier.NONE, missing=("Namespaces are forbidden. Allow them.",)
     )
-    monkeypatch.setattr(tiers, "_committed", lambda: nothing)
+    monkeypatch.setattr(tiers, "_launcher_or_failure", lambda: nothing)
     with pytest.raises(PrerequisiteError, match=r"(?s)Allow them.*sees the host's processes.*isolation='weak'"):
         await select_backend(ContainerSpec())
     assert (await select_backend(SPEC)).name == "landlock"

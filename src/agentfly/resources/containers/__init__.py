@@ -1,4 +1,4 @@
-"""Sandboxes.
+"""Containers: `ContainerSpec` and `Container`, and the backends that isolate them.
 
-What tools see is in container, result and files. A way of isolating is a folder with a backend and a sandbox.
+Tools see `container`, `command` and `file_transfer`. Each backend is a package with a `backend` and a `sandbox`.
 """

@@ -1,7 +1,4 @@
-"""Sandbox: one container on one backend, as far as backends differ.
-
-Backend: one way to run containers, and the choice among those that there are.
-"""
+"""Backend and Sandbox: the contract of container backends, and the choice of one for a spec."""
 
 from __future__ import annotations
 
@@ -27,15 +24,17 @@ FLOODED = (
 
 
 class Sandbox(ABC):
-    """What a backend makes of a spec. `Container` drives it, and calls one of start, reset, end, freeze, thaw and fork
-    at a time; freeze, thaw, fork and port only where the backend's capabilities say that it can.
+    """One container on one backend, driven by `Container`.
 
-    A backend never fails a command for what the command does: that is its outcome. What it raises is infrastructure's,
-    but for `SandboxEnded`: then processes inside have brought it to its end.
+    `Container` calls one of start, reset, stop, freeze, thaw and fork at a time. It calls freeze, thaw, fork and port
+    only
+    if the backend's capabilities allow them. A backend never raises for what a command does: that is the command's
+    outcome.
+    It raises for infrastructure failures, and `SandboxEnded` if processes inside caused the end of the sandbox.
     """
 
     def __init__(self, spec: ContainerSpec, instance: str) -> None:
-        """Make a handle; nothing is started yet.
+        """Create a handle; nothing is started yet.
 
         Args:
             spec: what to start.
@@ -46,17 +45,17 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Bring it up, with an empty private layer, inside its limits, with a session that takes commands.
+        """Start it with an empty private layer, its limits, and a session that takes commands.
 
-        It may fail or be cancelled at any point; `end` then removes whatever had been made.
+        It may fail or be cancelled at any point; `stop` then removes what was created.
 
         Raises:
-            ResourceStartError: it did not come up; the message has the backend's words.
+            ResourceStartError: it did not start; the message has the backend's output.
             PrerequisiteError: the machine cannot do what the spec asks.
         """
 
     async def reset(self) -> None:
-        """Come back to the state after `start`: no process and no file of the one before.
+        """Return to the state after `start`: earlier processes and files are gone.
 
         Raises:
             ResourceStartError: as `start` does.
@@ -66,8 +65,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def stop(self) -> None:
-        """Kill every process, frozen ones too, and remove every trace; return when all are gone. Safe to call again,
-        and at any time.
+        """Kill every process, frozen ones too, remove all resources, and return when they are gone. Idempotent.
 
         Raises:
             OSError: something of it cannot be removed.
@@ -75,51 +73,54 @@ class Sandbox(ABC):
 
     @property
     def workdir(self) -> str:
-        """Where the shell starts, as it is called inside."""
+        """Path inside of the directory in which the shell starts."""
         return self.spec.workdir
 
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """Whether it takes commands, or would if it were not frozen, as far as is known.
+        """Whether it takes commands, or would if thawed, as far as known.
 
-        One that was ended for what its processes did counts as alive: who has it is told so by each call, and a reset
-        makes it new.
+        A sandbox that was stopped for flooding still counts as alive: each call raises `SandboxFlooded`, and a reset
+        replaces
+        it.
         """
 
     @abstractmethod
     async def run(self, command: Command, timeout: float) -> CommandOutcome:
-        """Run a command and wait for its end, for at most ``timeout`` seconds; then it is killed with all it started.
+        """Run a command and wait for it. After ``timeout`` seconds, kill it and every process it started.
 
-        Those that do not ask for a process of their own run in the session, one after the other. Processes that a
-        command left behind never hold the call open. Time during which it is frozen does not count.
+        Commands without `new_process` run in the session, one at a time. Processes that a command leaves behind never
+        delay the
+        return. Time while the sandbox is frozen does not count.
 
         Raises:
             ResourceDied: the sandbox ended before the command did.
-            SandboxEnded: it was ended for what its processes did.
+            SandboxEnded: its processes caused its end.
             ResourceError: the backend has no room for the command's input.
         """
 
     async def freeze(self) -> None:
-        """Stop every process where it is; return when all are. Fine if they are."""
+        """Stop every process; return when all are stopped. Idempotent."""
         raise self._unsupported("freeze")
 
     async def thaw(self) -> None:
-        """Let every process go on; return when they do. Fine if they do."""
+        """Resume every process; return when all run. Idempotent."""
         raise self._unsupported("thaw")
 
     async def fork(self) -> SnapshotImage:
-        """Make a snapshot of all files, as of one moment, while the sandbox and its processes live on.
+        """Snapshot all files at one moment. The sandbox and its processes continue.
 
         Raises:
-            ToolError: the files are more, or lie deeper, than can be copied.
-            ResourceError: there is no room for it.
+            ToolError: the files are too many, or nested too deeply, to copy.
+            ResourceError: there is no room for the snapshot.
             ResourceDied: the sandbox is gone.
         """
         raise self._unsupported("fork")
 
     async def port(self, inside: int) -> tuple[str, int]:
-        """Host and port by which this machine reaches a TCP port inside, one of the spec's ``ports``, until the end.
+        """Host and port by which this machine reaches a TCP port inside, one of the spec's ``ports``, until the sandbox
+        ends.
 
         Raises:
             ResourceDied: the sandbox is gone.
@@ -131,11 +132,11 @@ class Sandbox(ABC):
 
 
 class Backend(ABC):
-    """A program that isolates, as this process uses it.
+    """An isolating program, as this process uses it.
 
     Attributes:
-        name: what a spec calls it.
-        probed_in_pid: the process in which `probe` has found that it works, and answers at once by now; 0 for none.
+        name: its name in a spec.
+        probed_in_pid: the process in which `probe` found that it works and now answers at once; 0 for none.
     """
 
     name: ClassVar[str]
@@ -143,33 +144,33 @@ class Backend(ABC):
 
     @abstractmethod
     def probe(self) -> Capabilities:
-        """What it can do on this machine, found by trying, once. It may block for a moment."""
+        """What it can do on this machine, found by one trial. The first call may block for a moment."""
 
     @abstractmethod
     async def prepare(self, spec: ContainerSpec) -> None:
-        """Fetch or unpack a spec's image, where that is to be done, and come back at once where it has been.
+        """Fetch or unpack a spec's image; return at once if that was done before.
 
-        Called after `probe` has found that the backend works, before the start of each sandbox; for many sandboxes at
-        the same time, and from many processes.
+        Called after a successful `probe`, before each start. Many sandboxes and many processes may call it at the same
+        time.
 
         Raises:
-            ResourceStartError: the image is not there, or is none.
+            ResourceStartError: the image does not exist or is not an image.
         """
 
     @abstractmethod
     def sandbox(self, spec: ContainerSpec, instance: str) -> Sandbox:
-        """A sandbox, not started. Called after `probe` has found that the backend works."""
+        """A sandbox, not started. Called after a successful `probe`."""
 
     @abstractmethod
     def traces(self, spec: ContainerSpec, instance: str) -> dict[str, Any]:
-        """What `reap` needs to remove an instance should this process die; JSON-able, and known before its start."""
+        """The JSON-able data that `reap` needs to remove an instance if this process dies. Known before the start."""
 
     @abstractmethod
     def reap(self, traces: dict[str, Any]) -> None:
-        """Kill and remove exactly what the traces of an instance name. Fine if it is gone already. It may block.
+        """Kill and remove exactly what an instance's traces name. Fine if it is gone already. It may block.
 
         Raises:
-            Exception: something of it may still be there.
+            Exception: something of it may still exist.
         """
 
 
@@ -178,7 +179,7 @@ _loading = threading.Lock()
 
 
 def get_backend(name: str) -> Backend:
-    """The backend of a name in this process; nothing is tried yet."""
+    """The backend with a name, in this process. It is not probed yet."""
     with _loading:
         if name not in _loaded:
             _loaded[name] = import_object(BACKENDS[name].address)()
@@ -186,19 +187,19 @@ def get_backend(name: str) -> Backend:
 
 
 def candidate_backends(spec: ContainerSpec) -> list[str]:
-    """The names of the backends that may serve a spec, best first: those that take its kind of image."""
+    """The names of the backends that support a spec's kind of image, best first."""
     if spec.backend != "auto":
         return [spec.backend]
     return [name for name, entry in BACKENDS.items() if spec.image_kind in entry.image_kinds]
 
 
 async def select_backend(spec: ContainerSpec) -> Backend:
-    """The best backend that works on this machine and does what a spec asks. No other one after it is loaded.
+    """The best backend that works on this machine and supports a spec. Backends after it are not imported.
 
-    One that isolates fully comes before one that does not, though the spec may allow that.
+    A backend with full isolation comes before one with weak isolation, even if the spec accepts that.
 
     Raises:
-        PrerequisiteError: there is none. The message says for each what is missing.
+        PrerequisiteError: no backend supports the spec. The message says for each what is missing.
     """
     first = _loaded.get(candidate_backends(spec)[0])
     if first is not None and first.probed_in_pid == os.getpid() and _fully_supports(first, spec):
@@ -207,10 +208,11 @@ async def select_backend(spec: ContainerSpec) -> Backend:
 
 
 def traces(spec: ContainerSpec, instance: str) -> dict[str, Any]:
-    """For each backend that may come to have an instance, by name, what it needs to remove it.
+    """By backend name, what each backend that may get an instance needs to remove it.
 
-    Nothing is loaded for it, which would hold up the event loop: an image that is prepared is so by a backend that was
-    chosen for it, and those that serve an image without preparation, the host's, leave the same traces.
+    This imports no backend, because an import would block the event loop. A prepared image has a loaded backend
+    already.
+    Backends for the host image all leave the same traces.
     """
     names = [name for name in candidate_backends(spec) if name in _loaded]
     if not names and spec.image_kind == "host":
@@ -219,7 +221,7 @@ def traces(spec: ContainerSpec, instance: str) -> dict[str, Any]:
 
 
 def _fully_supports(candidate: Backend, spec: ContainerSpec) -> bool:
-    """Whether a backend does what a spec asks, and isolates fully."""
+    """Whether a backend supports a spec with full isolation."""
     found = candidate.probe()
     try:
         found.check(spec)
@@ -248,7 +250,7 @@ def _choose(spec: ContainerSpec) -> Backend:
 
 
 def _image_name_hint(spec: ContainerSpec) -> list[str]:
-    """What there is to say of an image by its name where nothing takes it; nothing of other images."""
+    """A hint about an image name that no backend takes; empty for other images."""
     if spec.image_kind != "name" or spec.backend != "auto":
         return []
     here = Path(spec.image).absolute()
@@ -261,8 +263,8 @@ def reap(traces: dict[str, Any]) -> None:
     """Remove what a dead process left of a container, by the traces of each backend that may have had it.
 
     Raises:
-        Exception: what the first backend that failed raised, after all have been tried. `ResourceUnreachable` only
-            where no other failure is known.
+        Exception: the first failure, after all backends were tried. `ResourceUnreachable` only if no other failure is
+            known.
     """
     failures: list[Exception] = []
     for name, left in traces.items():

@@ -12,33 +12,34 @@ from agentfly.resources.containers.spec import ContainerSpec, ImageKind
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What the containers of one backend can do on this machine. What is not said is not done.
+    """What the containers of one backend can do on this machine. The defaults mean "not supported".
 
     Args:
         backend: its name.
         available: whether it can start containers at all.
-        description: how it starts them, in words for people.
-        images: the kinds of image that it takes (`ContainerSpec.image_kind`).
-        memory: what holds a container to its memory: the kernel, for all its processes together (``cgroup``), or a
-            limit for each process and a watchdog for the sum of them (``watchdog``).
+        description: how it starts them, for people.
+        images: the kinds of image that it supports (`ContainerSpec.image_kind`).
+        memory: what enforces the memory limit: the kernel, for all processes together (``cgroup``), or a limit for each
+            process and a watchdog for their sum (``watchdog``).
         pids: what bounds the number of processes.
         cpus: whether processor time can be limited.
         disk: whether the size of its private files can be limited.
         network_off: whether it can be without network.
-        seccomp_filter: whether the kernel refuses the system calls inside that no program there needs.
-        unaccounted_memory: memory that the limit does not count, so that a program made to take more can, in words for people.
+        seccomp_filter: whether a seccomp filter refuses system calls that no program in a sandbox needs.
+        unaccounted_memory: memory that the limit does not count, for people. A hostile program can use more than the
+            limit by it.
         writable_system: whether system directories such as ``/usr`` can be written (privately) inside.
         multiple_users: whether a command may run as another user than the spec's.
         ports: whether its TCP ports can be reached from the host.
-        freeze: what stops its processes while nobody uses it: the kernel (``cgroup``), or a signal to each of them,
-            which what runs inside can undo (``signal``).
+        freeze: what stops its processes while it is idle: the kernel (``cgroup``), or a signal to each of them, which
+            processes inside can undo (``signal``).
         fork: whether its files can become the image of another container.
         cores: how many processor cores the machine has on which its containers run.
         total_memory: bytes of memory that this machine has.
         named_runtimes: whether it has runtimes to choose from by name.
-        isolation_gaps: what of a sandbox's isolation does not hold at all here, each in words for people. A spec is
-            served without it only if it says so.
-        missing: for each thing that is missing, what it is and how to get it.
+        isolation_gaps: the parts of the isolation that are missing here, for people. Only a spec with
+            ``isolation="weak"`` is then served.
+        missing: each missing prerequisite and how to get it.
     """
 
     backend: str
@@ -73,8 +74,8 @@ class Capabilities:
             raise PrerequisiteError(f"{self.backend} cannot start containers on this machine. {' '.join(self.missing)}")
         if self.isolation_gaps and spec.isolation == "full":
             raise PrerequisiteError(
-                f"{self.backend} cannot isolate a container fully on this machine: {'; '.join(self.isolation_gaps)}. If "
-                "that will do for what runs inside, say so by ContainerSpec(isolation='weak'). Or: "
+                f"{self.backend} cannot isolate a container fully on this machine: {'; '.join(self.isolation_gaps)}. "
+                "If that will do for what runs inside, say so by ContainerSpec(isolation='weak'). Or: "
                 + " ".join(self.missing)
             )
         if spec.image_kind not in self.images:
@@ -107,8 +108,8 @@ class Capabilities:
             )
         if spec.memory_limit > self.total_memory:
             raise PrerequisiteError(
-                f"ContainerSpec(memory={spec.memory!r}): the machine of {self.backend} has {self.total_memory / 2**30:.1f} GiB "
-                "of memory. Ask for no more."
+                f"ContainerSpec(memory={spec.memory!r}): the machine of {self.backend} has "
+                f"{self.total_memory / 2**30:.1f} GiB of memory. Ask for no more."
             )
 
     def check_user(self, user: str | None, spec: ContainerSpec) -> None:

@@ -1,9 +1,4 @@
-"""BoundedOutput: what is kept of the output of a command.
-
-Command: what to run in a sandbox, TimeLimit: how long it may take, and Outcome: how it ended.
-
-CommandResult: what a command did, as a tool and a model see it.
-"""
+"""Command, its time limit, its bounded output, and its result."""
 
 from __future__ import annotations
 
@@ -19,12 +14,12 @@ from agentfly.resources.containers.terminal_output import render_terminal_output
 
 
 class BoundedOutput:
-    """Bytes of which the head and the tail are kept, in bounded memory, and the rest is counted."""
+    """Keeps the head and the tail of an output in bounded memory, and counts the rest."""
 
     __slots__ = ("_head", "_head_limit", "_sink", "_tail", "_tail_limit", "total")
 
     def __init__(self, limit: int, sink: Callable[[bytes], None] | None = None) -> None:
-        """Keep at most `limit` bytes, half of them from each end; or none, if there is a sink that takes all."""
+        """Keep at most `limit` bytes, half from each end; with a sink, keep nothing and pass every chunk to it."""
         self._sink = sink
         self._head_limit = limit - limit // 2
         self._tail_limit = limit // 2
@@ -33,7 +28,7 @@ class BoundedOutput:
         self.total = 0
 
     def add(self, chunk: bytes) -> None:
-        """Take what came next."""
+        """Append a chunk."""
         self.total += len(chunk)
         if self._sink is not None:
             self._sink(chunk)
@@ -63,7 +58,7 @@ class BoundedOutput:
         return bytes(self._head + self._tail)
 
     def text(self) -> str:
-        """The bytes kept as text, with a line in place of what was left out."""
+        """The kept bytes as text, with a line in place of the omitted part."""
         if not self.total:
             return ""
         if not self.omitted:
@@ -83,13 +78,13 @@ class Command:
 
     Args:
         source: bash source, of any number of lines.
-        new_process: whether to run it in a process of its own, which neither sees nor changes the session.
+        new_process: whether to run it in a new process, which neither sees nor changes the session.
         cwd: the directory for this command alone.
         env: variables for this command alone.
-        stdin: what it can read; None means that it finds the end of its input at once.
-        max_output: bytes kept of each of its two outputs.
-        user: who is to run it, which is for those that have a process of their own; None for the spec's user.
-        stdout_sink: takes its output, whole, in place of what is kept of it; None to keep it.
+        stdin: its input; None for an empty input.
+        max_output: bytes kept of each output.
+        user: the user that runs it, for a command in a new process; None for the spec's user.
+        stdout_sink: receives the whole stdout, which is then not kept; None to keep it.
     """
 
     source: bytes
@@ -102,7 +97,7 @@ class Command:
     stdout_sink: Callable[[bytes], None] | None = None
 
     def output_buffers(self) -> tuple[BoundedOutput, BoundedOutput]:
-        """What collects its output and its error output."""
+        """Buffers for its stdout and its stderr."""
         return BoundedOutput(self.max_output, self.stdout_sink), BoundedOutput(self.max_output)
 
     @property
@@ -116,10 +111,10 @@ class Command:
 
 
 class TimeLimit:
-    """The time that a command may take, which stands still while its sandbox is frozen."""
+    """The time limit of a command. It does not run while the sandbox is frozen."""
 
     def __init__(self, expired: Callable[[], None], *, paused: bool) -> None:
-        """Make one that has not begun.
+        """Create a limit that has not begun.
 
         Args:
             expired: called when the time is up.
@@ -131,24 +126,24 @@ class TimeLimit:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, seconds: float) -> None:
-        """Allow so many seconds, from now or from the next `resume` on."""
+        """Allow `seconds` from now, or from the next `resume` if paused."""
         self._left_s = seconds
         self._count()
 
     def pause(self) -> None:
-        """The sandbox is about to be frozen."""
+        """Stop the clock, before the sandbox is frozen."""
         self._paused = True
         if self._timer is not None:
             self._left_s = max(0.0, self._timer.when() - asyncio.get_running_loop().time())
             self._stop()
 
     def resume(self) -> None:
-        """The sandbox goes on."""
+        """Restart the clock, after the sandbox was thawed."""
         self._paused = False
         self._count()
 
     def end(self) -> None:
-        """Allow any time from now on."""
+        """Remove the limit."""
         self._left_s = None
         self._stop()
 
@@ -167,11 +162,11 @@ class CommandOutcome:
     """How a command ended.
 
     Args:
-        exit_code: as the shell says it; 124 if the command ran out of time.
+        exit_code: as the shell reports it; 124 if the command timed out.
         stdout: its output.
         stderr: its error output.
-        timed_out: whether it was killed because it ran out of time.
-        out_of_memory: whether a process of the sandbox was killed over its memory limit meanwhile.
+        timed_out: whether it was killed because it timed out.
+        out_of_memory: whether the kernel killed a process of the sandbox over its memory limit meanwhile.
         note: what the session lost because of it; empty if nothing.
     """
 
@@ -184,10 +179,10 @@ class CommandOutcome:
 
 
 def require_type(name: str, value: object, kind: type | UnionType, cure: str, *, of: str = "run") -> None:
-    """Refuse an argument of a method of `Container` that is not of a type.
+    """Check the type of an argument of a method of `Container`.
 
     Raises:
-        UsageError: it is of another. The message does not have its value, which may be a secret.
+        UsageError: it has another type. The message omits the value, which may be a secret.
     """
     if not isinstance(value, kind) or isinstance(value, bool):
         raise UsageError(f"{of}({name}=…) was given {type_of(value)}: write {cure}.")
@@ -197,7 +192,7 @@ def encode_shell_word(text: str, what: str) -> bytes:
     """A text as a word of the shell.
 
     Raises:
-        ToolError: it cannot be one. The message begins with `what` it is.
+        ToolError: it contains NUL or cannot be encoded. The message begins with `what`.
     """
     if "\0" in text:
         raise ToolError(
@@ -207,10 +202,10 @@ def encode_shell_word(text: str, what: str) -> bytes:
 
 
 def encode_text(text: str, what: str) -> bytes:
-    """A text as bytes; a name that is not UTF-8 is written as `os.fsdecode` does it.
+    """A text as bytes. A name that is not UTF-8 is encoded as `os.fsdecode` decoded it.
 
     Raises:
-        ToolError: it has none. The message begins with `what` it is.
+        ToolError: it contains a lone surrogate. The message begins with `what`.
     """
     try:
         return text.encode("utf-8", "surrogateescape")
@@ -226,8 +221,8 @@ class CommandResult:
 
     Args:
         exit_code: the command's own; 128 + n if signal n ended it; 124 if it ran out of time.
-        stdout: what it printed. Bytes that are not UTF-8 are replaced. Where it was too long, its head and its tail,
-            with a line between them that says how much was left out.
+        stdout: what it printed. Bytes that are not UTF-8 are replaced. An output over the limit is its head and its
+            tail, with a line between them that counts the omitted bytes.
         stderr: the same of its error output.
         truncated: whether something was left out of either.
         timed_out: whether it was killed because it ran out of time.
@@ -236,8 +231,9 @@ class CommandResult:
         omitted: bytes left out of both outputs.
         timeout: seconds that it was allowed.
         note: what the session lost because of it, for people and models; empty if nothing.
-        raw: whether it reads as text as it was printed. Else as a terminal shows it, with carriage returns and control
-            sequences applied (see `agentfly.resources.containers.terminal_output`); ``stdout`` and ``stderr`` always hold what was printed.
+        raw: whether ``str()`` has the output as printed. Otherwise ``str()`` has it as a terminal shows it, with
+            carriage returns and control sequences applied (see `terminal_output`). ``stdout`` and ``stderr`` are always
+            as printed.
     """
 
     exit_code: int

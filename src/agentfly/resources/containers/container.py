@@ -1,4 +1,4 @@
-"""Container: a sandbox as a resource, with a shell that lasts and files."""
+"""Container: a sandbox as a resource, with a persistent shell and file transfer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from agentfly.resources.resource import Resource, Status
 MAX_OUTPUT = 64 * 1024
 _INSTANCE = re.compile(r"[\w.-]{1,100}")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
-_OUR_SCRIPTS = re.compile(rf"^(?:{SHELL_MOUNT}|/\S+/\d+/shell)/(?:\d+\.(?:sh|cmd)|command): ", re.MULTILINE)
+_INTERNAL_SCRIPTS = re.compile(rf"^(?:{SHELL_MOUNT}|/\S+/\d+/shell)/(?:\d+\.(?:sh|cmd)|command): ", re.MULTILINE)
 
 
 class Container(Resource):
@@ -427,7 +427,7 @@ def _result(outcome: CommandOutcome, timeout: float, *, raw: bool) -> CommandRes
     return CommandResult(
         exit_code=outcome.exit_code,
         stdout=outcome.stdout.text(),
-        stderr=_OUR_SCRIPTS.sub("bash: ", complaints) if complaints else "",
+        stderr=_INTERNAL_SCRIPTS.sub("bash: ", complaints) if complaints else "",
         truncated=omitted > 0,
         timed_out=outcome.timed_out,
         killed_by=killed_by,

@@ -1,7 +1,4 @@
-"""Packing: a file or directory of the host as pieces, small enough to be passed into a sandbox one by one.
-
-Files: how files get into a sandbox and out of it, by commands that run there.
-"""
+"""FileTransfer: files into and out of a sandbox, by commands that run there and uploads split into chunks."""
 
 from __future__ import annotations
 
@@ -129,7 +126,7 @@ class _TarChunk:
 MAX_FILE = 64 * 2**20
 _MAX_ERRORS = 64 * 1024
 _FILE_TIMEOUT_S = 60.0
-_OUR_SCRIPTS = re.compile(rf"^(?:{SHELL_MOUNT}|/\S+/\d+/shell)/\d+\.(?:sh|cmd): (?:line \d+: )?", re.MULTILINE)
+_INTERNAL_SCRIPTS = re.compile(rf"^(?:{SHELL_MOUNT}|/\S+/\d+/shell)/\d+\.(?:sh|cmd): (?:line \d+: )?", re.MULTILINE)
 # "command -p" looks in the system's directories only, whatever the agent put into those before them
 _PROGRAM = b"builtin command -p "
 
@@ -164,7 +161,7 @@ class FileTransfer:
     async def upload(self, source: Path, path: str) -> None:
         """See `Container.upload`."""
         content = pieces(source)
-        while (piece := await run_in_thread(_standby, content)) is not None:
+        while (piece := await run_in_thread(_next_chunk, content)) is not None:
             await self._write(path, self._write_chunk_script(path, piece), piece.content)
 
     async def download(self, path: str, target: Path, limits: UnpackLimits, limit_s: float) -> list[str]:
@@ -233,7 +230,7 @@ class FileTransfer:
         return await self._run(Command(source, True, None, {}, stdin, max_output), _FILE_TIMEOUT_S)
 
     def _write_chunk_script(self, path: str, piece: UploadChunk) -> bytes:
-        """The command that puts a piece of what is uploaded in its place."""
+        """The command that writes a chunk of an upload to its file."""
         if piece.file is None:
             where = self._quoted_path(path)
             tar = b"tar -C %s --no-same-owner --no-overwrite-dir -xpf -" % where
@@ -246,13 +243,13 @@ class FileTransfer:
         return b" && ".join(_PROGRAM + step for step in steps)
 
     def _quoted_path(self, path: str) -> bytes:
-        """A path inside as a word of the shell. A name that is not UTF-8 is written as `os.fsdecode` does it."""
+        """A path inside as a word of the shell. A name that is not UTF-8 is encoded as `os.fsdecode` decoded it."""
         encode_shell_word(path, "The path")
         return os.fsencode(shlex.quote(posixpath.join(self._workdir, path)))
 
 
 class _BoundedFileSink:
-    """Writes what comes out of a sandbox to a file, up to a limit. Called by readers of pipes, so it never raises."""
+    """Writes output of a sandbox to a file, up to a limit. `add` never raises, because pipe readers call it."""
 
     def __init__(self, file: BinaryIO, limit: int) -> None:
         self.total = 0
@@ -271,7 +268,7 @@ class _BoundedFileSink:
 
 
 def _unpack(token: CancelToken, file: BinaryIO, target: Path, limits: UnpackLimits) -> list[str]:
-    """Unpack what came out of a sandbox, all of it or nothing; what was left out."""
+    """Unpack an archive from a sandbox, completely or not at all; return the skipped entries."""
     made = not target.exists()
     target.mkdir(parents=True, exist_ok=True)
     try:
@@ -289,8 +286,8 @@ def _is_occupied(target: Path) -> bool:
     return os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir()))
 
 
-def _standby(content: Iterator[UploadChunk]) -> UploadChunk | None:
-    """The next piece of what is uploaded; None after the last one."""
+def _next_chunk(content: Iterator[UploadChunk]) -> UploadChunk | None:
+    """The next chunk of an upload; None after the last one."""
     try:
         return next(content, None)
     except FileNotFoundError as error:
@@ -311,4 +308,4 @@ def _download_error(path: str, why: object, limit: str | None = None) -> ToolErr
 def _failure_reason(outcome: CommandOutcome, limit_s: float = _FILE_TIMEOUT_S) -> str:
     if outcome.timed_out:
         return f"it took longer than {limit_s:g} s"
-    return _OUR_SCRIPTS.sub("", outcome.stderr.text()).strip()
+    return _INTERNAL_SCRIPTS.sub("", outcome.stderr.text()).strip()

@@ -1,4 +1,4 @@
-"""Allowance: how much a sandbox may say that nobody asked for."""
+"""FloodLimiter: a token bucket for the unrequested output of a sandbox."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Callable
 
 
 class FloodLimiter:
-    """An amount that is used up by what a sandbox says, and grows with what it is asked and with time.
+    """A token bucket that a sandbox's reports spend. It refills with time and with each request.
 
-    A shell says little: a few words for each command, and a few when a part of it was killed and begins anew. So
-    whoever uses up an allowance for more than that means to keep the host busy.
+    A shell reports little: a few words for each command, and a few more when a part of it restarts after a kill. A
+    sandbox
+    that exceeds the limit is treated as an attack on the host.
     """
 
     def __init__(
         self, least: float, *, per_second: float, per_request: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begin with `least`, which it grows back to with time. Requests let it grow to four times that.
+        """Begin with `least` tokens. Time refills the bucket up to that; requests fill it up to four times that.
 
         Args:
-            least: the amount that there is to begin with. Twice as much may be used up at once after a long time.
-            per_second: by how much it grows in a second.
-            per_request: by how much it grows with each thing asked.
+            least: the initial amount.
+            per_second: tokens added per second.
+            per_request: tokens added per request.
             clock: seconds.
         """
         self._least, self._most = least, 4 * least
@@ -31,12 +32,12 @@ class FloodLimiter:
         self._looked = clock()
 
     def add_request(self) -> None:
-        """The sandbox was asked for something, so it may answer."""
+        """Add the tokens of one request, which the sandbox may answer."""
         if self._left < self._most:
             self._left = min(self._left + self._per_request, self._most)
 
     def spend(self, amount: float) -> bool:
-        """Use up an amount; False if there is not so much left."""
+        """Spend an amount; False if there are not enough tokens."""
         if amount > self._left:  # only then is it of interest how much it has grown, which is asked for each command
             now = self._clock()
             grown = min(self._left + (now - self._looked) * self._per_second, self._least)

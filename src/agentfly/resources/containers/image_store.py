@@ -1,7 +1,7 @@
-"""Images: root file systems by their path on the host, as a directory or as an archive, which is unpacked once.
+"""The image store: root file systems by path on the host, as directories or as archives that are unpacked once.
 
 An archive may be a tar of the root file system, what ``docker save`` writes, or an OCI image layout as a tar or as a
-directory; its layers may be compressed. What it unpacks to is kept in the cache directory, by the archive's content.
+directory. Its layers may be compressed. The unpacked files are kept in the cache directory, by the archive's content.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ REMOVE_STAGING = f"{__name__}:remove_staging"
 
 
 def rootfs_path(image: str) -> Path:
-    """The directory with the root file system of an image, which has been prepared.
+    """The directory with the root file system of a prepared image.
 
     Raises:
         ResourceStartError: there is none.
@@ -81,16 +81,16 @@ def has_bash(root: Path) -> bool:
 
 
 async def prepare_rootfs(spec: ContainerSpec) -> None:
-    """Unpack a spec's image, if it is an archive that has not been unpacked; on a thread, which ends with the call.
+    """Unpack a spec's image, if it is an archive that was not unpacked before, on a thread that ends with the call.
 
     Raises:
-        ResourceStartError: it is no archive of a root file system, holds too much, or there is no room for it.
+        ResourceStartError: it is no archive of a root file system, exceeds the limits, or there is no room for it.
     """
     await run_in_cancellable_thread(unpack_rootfs, None, spec)
 
 
 def unpack_rootfs(token: CancelToken, spec: ContainerSpec) -> None:
-    """Do what `prepare_rootfs` does, on the calling thread, as long as the token lets it go on."""
+    """Do what `prepare_rootfs` does, on the calling thread, until the token cancels it."""
     image, limits = spec.image, UnpackLimits(parse_byte_size(spec.max_image_size), spec.max_image_files, MAX_DEPTH)
     path = Path(image)
     if not _is_archive(path):
@@ -114,21 +114,21 @@ def unpack_rootfs(token: CancelToken, spec: ContainerSpec) -> None:
 
 
 def image_store_directory() -> Path:
-    """Where unpacked images are kept. Those of root are where the ordinary users that its sandboxes are can go."""
+    """The directory of unpacked images. Root's is readable by the ordinary users that its sandboxes run as."""
     if os.geteuid() == 0 and not os.environ.get("AGENTFLY_CACHE_DIR"):
         return Path("/var/cache/agentfly/images")
     return cache_root() / "images"
 
 
 def _fingerprint(path: Path) -> str:
-    """A name for an archive as it is now, by what changes whenever its content does."""
+    """A name for an archive's current state, from attributes that change whenever its content does."""
     about = (path / INDEX if path.is_dir() else path).stat()
     known = (str(path.resolve()), about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
     return hashlib.sha256(repr(known).encode()).hexdigest()[:32]
 
 
 def _unpacked_path(path: Path) -> Path:
-    """Where an archive has been unpacked: a link of its mark leads there, once it is whole."""
+    """Where an archive was unpacked: a link named by its fingerprint leads there once it is complete."""
     return image_store_directory() / _fingerprint(path)
 
 
@@ -167,7 +167,7 @@ def _unpack(path: Path, limits: UnpackLimits, token: CancelToken) -> None:
 
 @contextlib.contextmanager
 def staging_directory(content: Path) -> Iterator[Path]:
-    """A directory, empty and nobody else's, in which what is to be unpacked can be made. It is locked."""
+    """A new, empty, locked directory for unpacking."""
     draft = content.with_name(f".{content.name}")
     with CleanupRecord("image-draft", REMOVE_STAGING, {"paths": [str(draft)], "lock": f"{content}.lock"}):
         try:
@@ -179,7 +179,7 @@ def staging_directory(content: Path) -> Iterator[Path]:
 
 
 def remove_staging(traces: dict[str, Any]) -> None:
-    """Remove what a process that died has half made, unless another process is at the same image by now.
+    """Remove what a dead process left half unpacked, unless another process is unpacking the same image.
 
     Raises:
         OSError: something of it cannot be removed.
@@ -202,7 +202,7 @@ def _unpack_layers(draft: Path, path: Path, limits: UnpackLimits, token: CancelT
 
 
 def _digest(path: Path, token: CancelToken) -> str:
-    """The digest of an archive's content; of a layout's, that of its index, which names all else by digest."""
+    """The digest of an archive's content; for a layout, of its index, which lists all else by digest."""
     digest = hashlib.sha256()
     with (path / INDEX if path.is_dir() else path).open("rb") as file:
         content = FileSlice(file, token)

@@ -16,20 +16,20 @@ Connect = Callable[[int, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[
 
 
 class PortForwarder:
-    """Listens on the loopback of this host for the ports of a sandbox, one listener for each port inside."""
+    """Listens on this host's loopback for the ports of a sandbox, with one listener per port inside."""
 
     def __init__(self, sandbox: str, connect: Connect, prepare: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Make one that does not listen yet.
+        """Create a forwarder that does not listen yet.
 
         Args:
-            sandbox: its name, for people.
+            sandbox: its name, for messages.
             connect: carries a connection. It is cancelled when the forwarder closes.
-            prepare: called before a listener is made; `close` waits for it.
+            prepare: called before a listener is created; `close` waits for it.
         """
         self._sandbox = sandbox
         self._connect = connect
         self._prepare = prepare
-        self._listening: dict[int, asyncio.Task[asyncio.Server]] = {}  # no caller's cancellation cuts them short
+        self._listening: dict[int, asyncio.Task[asyncio.Server]] = {}  # a caller's cancellation does not cancel them
         self._connections: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -59,7 +59,7 @@ class PortForwarder:
         return str(host), int(port)
 
     async def close(self) -> None:
-        """Close every port and connection, those too that are being opened. Safe to call again."""
+        """Close every port and connection, also those that are being opened. Idempotent."""
         self._closed = True
         if self._listening:
             await asyncio.wait(self._listening.values())
@@ -85,7 +85,7 @@ class PortForwarder:
         return await asyncio.start_server(connected, LOOPBACK, 0)
 
     async def _carry(self, inside: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # a connection that cannot be carried ends, which its caller sees
+        # a connection that fails is closed, which its client sees
         with contextlib.suppress(OSError, ResourceError), contextlib.closing(writer):
             await self._connect(inside, reader, writer)
 

@@ -1,4 +1,4 @@
-"""The directories on the host that belong to sandboxes: where they are, what is in them, and their removal."""
+"""The directories of sandboxes on the host: where they are, what they contain, and their removal."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 from agentfly.core.errors import PrerequisiteError
 from agentfly.core.tree_removal import remove_tree
 
-SANDBOX_UID = 61_000  # what root's sandboxes are on the host; allotted to nobody by Debian or systemd
-SHELL_DIRECTORY = "shell"  # what a sandbox's directory has for its shell
-CONFINE_PROGRAM = "confine.py"  # the program that attends to a sandbox without namespaces
-GROUPS = "cgroups"  # the file in a sandbox's directory that names its control groups
+SANDBOX_UID = 61_000  # host uid of root's sandboxes; Debian and systemd assign it to nobody
+SHELL_DIRECTORY = "shell"  # the shell's part of a sandbox's directory
+CONFINE_PROGRAM = "confine.py"  # the program that runs a sandbox without namespaces
+GROUPS = "cgroups"  # the file that lists a sandbox's control groups
 
 
 def sandbox_uid() -> int:
-    """The host's user that sandboxes are: this one, but never root."""
+    """The host uid of sandboxes: this process's user, but never root."""
     return os.geteuid() or SANDBOX_UID
 
 
 def runtime_directory() -> Path:
-    """Where this user's sandboxes have their directories on the host. Short-lived, small files only.
+    """The directory for this user's sandboxes on the host. For small, short-lived files only.
 
     Raises:
-        PrerequisiteError: there is no place that can be written, or somebody else has taken it.
+        PrerequisiteError: no candidate can be written, or another user owns it.
     """
     user = os.geteuid()
     owner = sandbox_uid()
@@ -45,7 +45,7 @@ def runtime_directory() -> Path:
             found = directory.lstat()
         except OSError:
             continue
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == owner:  # else somebody else's
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == owner:  # otherwise another user owns it
             restore_owner_access(directory)
             return directory
     raise PrerequisiteError(
@@ -55,8 +55,10 @@ def runtime_directory() -> Path:
 
 
 def traces(instance: str) -> dict[str, Any]:
-    """What `reaping.reap` needs to remove an instance: its directory, which names its control groups, and by which its
-    processes are known. The same whether bubblewrap starts it or Landlock confines it.
+    """What reaping needs to remove an instance: its directory.
+
+    The directory lists the control groups, and the command lines of its processes contain its path. The same for
+    bubblewrap and Landlock.
     """
     return {"scratch": str(runtime_directory() / instance)}
 
@@ -73,7 +75,7 @@ def remove_sandbox_directory(scratch: Path) -> None:
 
 
 def restore_owner_access(directory: Path) -> None:
-    """Let the sandboxes' user into a directory of its own: sandboxes without namespaces may have closed it to all."""
+    """Restore the sandbox user's access to its own directory, which a sandbox without namespaces may have removed."""
     try:
         handle = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -81,7 +83,7 @@ def restore_owner_access(directory: Path) -> None:
     try:
         found = os.fstat(handle)
         if found.st_uid == sandbox_uid() and found.st_mode & stat.S_IRWXU != stat.S_IRWXU:
-            # by its number, because neither fchmod nor a call that follows no links takes such a handle
+            # by /proc, because neither fchmod nor a no-follow call takes an O_PATH descriptor
             os.chmod(f"/proc/self/fd/{handle}", stat.S_IMODE(found.st_mode) | stat.S_IRWXU)  # noqa: PTH101
     finally:
         os.close(handle)

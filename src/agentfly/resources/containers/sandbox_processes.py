@@ -1,17 +1,7 @@
-"""Children: those of one process, looked at for each command.
+"""The processes of a sandbox, seen from the host: finding, signalling and killing them.
 
-The processes of a sandbox, seen from the host: who there is, and how to end some of them.
-
-A process is only ever signalled through a pidfd, after checking that it belongs to the sandbox's process namespace, so
-that a reused process id cannot hit anybody else.
-
-FirstProcess: process 1 of a sandbox, known for certain, also to whoever comes after the one who started it.
-
-With process 1 the kernel ends all the others of its namespace. Process 1 is to end with who started it, but that is a
-setting of its own, and what runs inside may find a way to change it. So who it is, is written down before anything of
-the agent's runs.
-
-ProcessTree: the processes of a sandbox that has no process namespace: all that descend from its first.
+A process is signalled through a pidfd only, after a check that it belongs to the sandbox. So a reused process id cannot
+hit another process.
 """
 
 from __future__ import annotations
@@ -27,13 +17,13 @@ from agentfly.resources.process.procfs import children, descendants, signal_desc
 
 
 class ChildList:
-    """The children of a process that has one thread, as every shell has.
+    """The children of a process with one thread, as every shell has.
 
-    The kernel tells of them through a file that is opened once, which is what makes looking cheap.
+    The kernel lists them in a file. It is opened once, which makes each lookup cheap.
     """
 
     def __init__(self, pid: int) -> None:
-        """Look at the process `pid`, which may be gone: then it has no children."""
+        """Attach to the process `pid`. If it is gone, it has no children."""
         try:
             self._descriptor = os.open(f"/proc/{pid}/task/{pid}/children", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -42,7 +32,7 @@ class ChildList:
         self._pids: frozenset[int] = frozenset()
 
     def pids(self) -> frozenset[int]:
-        """Their process ids, as the host counts."""
+        """Their process ids on the host."""
         try:
             text = os.pread(self._descriptor, 65536, 0)
         except OSError:  # it is gone
@@ -52,7 +42,7 @@ class ChildList:
         return self._pids
 
     def close(self) -> None:
-        """Look no more."""
+        """Close the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -63,11 +53,11 @@ _ROUNDS = 100
 
 @dataclass(frozen=True)
 class PidNamespace:
-    """The process namespace of a sandbox.
+    """The PID namespace of a sandbox.
 
     Args:
         init_pid: the host's process id of the namespace's process 1.
-        inode: which namespace it is.
+        inode: the inode of the namespace.
     """
 
     init_pid: int
@@ -75,11 +65,11 @@ class PidNamespace:
 
     @classmethod
     def of(cls, first: int) -> PidNamespace:
-        """The namespace that `first` is process 1 of."""
+        """The namespace of which `first` is process 1."""
         return cls(first, Path(f"/proc/{first}/ns/pid").stat().st_ino)
 
     def signal(self, pid: int, number: signal.Signals) -> bool:
-        """Send a signal to a process of this namespace; False if it is gone or was never of it."""
+        """Send a signal to a process of this namespace; False if it is gone or belongs to another."""
         try:
             descriptor = os.pidfd_open(pid)
         except OSError:
@@ -95,35 +85,36 @@ class PidNamespace:
         return True
 
     def host_pid(self, inside: int, parent: int) -> int | None:
-        """The host's process id of the child of `parent` that has the id `inside` in the sandbox."""
+        """The host's process id of the child of `parent` whose id in the sandbox is `inside`."""
         return next((pid for pid in children(parent) if _inner_pid(pid) == inside), None)
 
     def inner_pids(self, parent: int) -> set[int]:
-        """The ids that the children of `parent` have in the sandbox."""
+        """The process ids in the sandbox of the children of `parent`."""
         return {inside for pid in children(parent) if (inside := _inner_pid(pid)) is not None}
 
     def pids(self) -> set[int]:
-        """The host's ids of all its processes."""
+        """The host's process ids of all its processes."""
         return {self.init_pid} | descendants(self.init_pid)
 
     def stop(self) -> None:
-        """Stop all processes; none gets away by forking. One that is stopped can be let go on by another of its user's
-        that was not, so this holds only what does not mind.
+        """Send SIGSTOP to every process, including those forked meanwhile.
+
+        A process of the same user can undo this with SIGCONT, so it does not hold hostile code.
         """
         self._stop_all({self.init_pid})
 
     def resume(self) -> None:
-        """Let all processes go on, those too that somebody else has stopped."""
+        """Send SIGCONT to every process, whoever stopped it."""
         for pid in self.pids():
             self.signal(pid, signal.SIGCONT)
 
     def kill_trees(self, roots: set[int]) -> None:
-        """Kill processes and all that descend from them. None gets away by forking: all are stopped before any dies."""
+        """Kill processes and all their descendants. All are stopped before any is killed, so none can fork away."""
         for pid in self._stop_all(roots):
             self.signal(pid, signal.SIGKILL)
 
     def _stop_all(self, roots: set[int]) -> set[int]:
-        """Stop processes and all that descend from them, those too that are being forked meanwhile; who they are."""
+        """Stop processes and all their descendants, including those forked meanwhile; return their ids."""
         stopped: set[int] = set()
         for _ in range(_ROUNDS):
             fresh = roots.union(*map(descendants, roots)) - stopped
@@ -135,7 +126,7 @@ class PidNamespace:
         return stopped
 
     def _contains(self, pid: int) -> bool:
-        """Whether a process is of this namespace.
+        """Whether a process belongs to this namespace.
 
         Raises:
             OSError: it is gone.
@@ -144,12 +135,12 @@ class PidNamespace:
 
 
 def kill_with_children(pid: int) -> None:
-    """Kill a process that has not been waited for, and its children.
+    """Kill a process that was not waited for, and its children.
 
-    A bubblewrap that dies before its child is set up leaves it waiting for ever, so the child goes first.
+    The child is killed first: if bubblewrap dies before its child is set up, the child waits forever.
     """
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGSTOP)  # no child can come or go now
+        os.kill(pid, signal.SIGSTOP)  # its set of children is fixed now
         for child in children(pid):
             os.kill(child, signal.SIGKILL)
         os.kill(pid, signal.SIGKILL)
@@ -170,7 +161,10 @@ _PAUSE_S = 0.005
 
 @dataclass(frozen=True)
 class InitProcess:
-    """A process, told apart from any later one that gets the same id.
+    """Process 1 of a sandbox, identified so that a reused process id is not mistaken for it.
+
+    When process 1 ends, the kernel kills the rest of its namespace. Process 1 is meant to end with its starter, but a
+    process inside may undo that setting. So its identity is saved before anything of the agent runs.
 
     Args:
         pid: the host's process id.
@@ -194,7 +188,7 @@ class InitProcess:
 
     @classmethod
     def load(cls, directory: Path) -> InitProcess | None:
-        """The process that was written down in the directory of a sandbox; None if there was none yet."""
+        """The process that was saved in a sandbox's directory; None if none was."""
         try:
             pid, started = map(int, (directory / _FILE).read_text().split())
         except (OSError, ValueError):
@@ -202,10 +196,10 @@ class InitProcess:
         return cls(pid, started)
 
     def save(self, directory: Path) -> None:
-        """Write it down in the directory of a sandbox.
+        """Save it in a sandbox's directory.
 
         Raises:
-            OSError: there is no room, or something has been written down before.
+            OSError: there is no room, or a process was saved before.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(f"{directory}/{_FILE}", flags, 0o600)
@@ -216,15 +210,15 @@ class InitProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended."""
+        """Whether it is still running."""
         return start_time(self.pid) == self.started
 
     def kill(self, patience_s: float) -> None:
-        """Kill it with all processes below it, and return when it is gone.
+        """Kill it with all its descendants, and return when it is gone.
 
         Raises:
             TimeoutError: it does not die.
-            PermissionError: it is somebody else's.
+            PermissionError: it belongs to another user.
         """
         deadline = time.monotonic() + patience_s
         while self.alive:
@@ -243,7 +237,7 @@ class InitProcess:
             if not self.alive:
                 return
             with contextlib.suppress(ProcessLookupError):
-                # where there is no namespace that ends with it, none below it gets away by being left behind
+                # without a namespace, its descendants would survive it as orphans
                 signal.pidfd_send_signal(descriptor, signal.SIGSTOP)
                 signal_descendants(self.pid, signal.SIGSTOP)
                 signal_descendants(self.pid, signal.SIGKILL)
@@ -254,11 +248,12 @@ class InitProcess:
 
 @dataclass(frozen=True)
 class ProcessTree(PidNamespace):
-    """The first process of a sandbox, which adopts what its descendants leave behind, and all below it.
+    """The processes of a sandbox without PID namespace: its first process, which adopts orphans, and all its
+    descendants.
 
     Args:
-        inode: 0, for there is no namespace.
-        started: the start time of the first process, by which it is told from a later one of the same id.
+        inode: 0, because there is no namespace.
+        started: the start time of the first process, which detects a reused process id.
     """
 
     started: int

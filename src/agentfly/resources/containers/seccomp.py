@@ -1,13 +1,11 @@
-"""Classic BPF (seccomp(2)): small programs that the kernel runs at each system call, put together from named places.
+"""The seccomp filter of sandboxes: a classic BPF program (seccomp(2)) that the kernel runs at every system call inside.
 
-The system-call filter of a sandbox: a small program that the kernel runs at every call of every process inside.
+Namespaces, dropped capabilities and a private root already make most of these calls fail. The filter is the second line
+of defence. Some parts of the kernel, such as keyrings, belong to no namespace; others have a long record of faults and
+no use in a sandbox. The filter also keeps processes of one user from each other, and from process 1, whose settings
+decide when a sandbox ends.
 
-Namespaces, dropped capabilities and a private root already make most of these calls fail. The filter is what stands
-when one of those fences has a hole: some parts of the kernel, such as its keyrings, belong to no namespace at all, and
-others have a long record of faults and no use to a program in a sandbox. It is also what keeps processes from each
-other where they share their user with others, and from process 1, on whose settings the end of a sandbox rests.
-
-bubblewrap loads it as its last act before it executes the shell, so its own mounting is not filtered.
+bubblewrap loads it last, before it executes the shell, so bubblewrap's own mounts are not filtered.
 """
 
 from __future__ import annotations
@@ -34,14 +32,14 @@ def argument(index: int) -> int:
 
 @dataclass(frozen=True)
 class BpfInstruction:
-    """An instruction.
+    """An instruction with symbolic jump targets.
 
     Args:
-        code: what it does.
+        code: the operation.
         value: what it compares with, loads from, or returns.
-        if_true: the place to go on at if a comparison holds; empty for the next instruction.
+        if_true: the label to jump to if a comparison holds; empty for the next instruction.
         if_false: the same if it does not hold.
-        label: the name of its own place; empty if nothing leads here.
+        label: its own label; empty if nothing jumps here.
     """
 
     code: int
@@ -52,10 +50,10 @@ class BpfInstruction:
 
 
 def assemble(program: list[BpfInstruction]) -> bytes:
-    """The program as the kernel reads it.
+    """The program in the kernel's binary format.
 
     Raises:
-        ValueError: a jump leads backwards, or further than 255 instructions, which is the most that there can be.
+        ValueError: a jump leads backwards or further than 255 instructions, the maximum.
     """
     places = {instruction.label: at for at, instruction in enumerate(program) if instruction.label}
 
@@ -78,9 +76,9 @@ _NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC, _NEWU
 # AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK. Of the other families some belong to no network namespace, such as those of
 # sockets to other virtual machines and to the one that this is a guest of (AF_VSOCK)
 _FAMILIES = (1, 2, 10, 16)
-_SMALL_SEGMENT = 4096  # bytes of System V's shared memory; databases take so much to see that they run only once
-_ITSELF = 0  # what a process is to calls that take the id of one
-_FIRST = 1  # the id of process 1, in a namespace of processes
+_SMALL_SEGMENT = 4096  # bytes of System V's shared memory; databases take that much to detect a second instance
+_ITSELF = 0  # the process id by which a process names itself
+_FIRST = 1  # the id of process 1 in a PID namespace
 
 SyscallNumbers = tuple[int, int | None]
 """A call's number on x86_64 and on aarch64."""
@@ -88,14 +86,14 @@ SyscallNumbers = tuple[int, int | None]
 
 @dataclass(frozen=True)
 class ArgumentCheck:
-    """Refuses a call for what one of its arguments is.
+    """Refuses a call because of one of its arguments.
 
     Args:
-        argument: which one, from 0.
-        relation: to the values: refused if it is one of them, if it is none of them, if it is above the one, or if it
-            has any of the one's bits.
-        values: what it is compared with; 32 bits each, as the argument is.
-        error: the number of the error that the call then fails with.
+        argument: its index, from 0.
+        relation: refuse the call if the argument is one of the values, none of them, above the one value, or has any of
+            its bits.
+        values: the values; 32 bits each, as the argument.
+        error: the errno with which the call then fails.
     """
 
     argument: int
@@ -106,7 +104,7 @@ class ArgumentCheck:
 
 # refused, with EPERM
 _REFUSED: dict[str, SyscallNumbers] = {
-    # keyrings: what is looked up there may be the host's
+    # keyrings: a lookup may find the host's keys
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
@@ -132,7 +130,7 @@ _REFUSED: dict[str, SyscallNumbers] = {
     # namespaces; `clone` is looked at by its flags
     "setns": (308, 268),
     "unshare": (272, 97),
-    # files by their inode, which sees past mounts
+    # files by inode, which bypasses mounts
     "open_by_handle_at": (304, 265),
     # memory and files of other processes, by means that say too late which process it is
     "pidfd_getfd": (438, 438),
@@ -178,7 +176,7 @@ _WITHOUT_NAMESPACES: dict[str, SyscallNumbers] = {
     "process_vm_writev": (311, 271),
 }
 _WITHOUT_NETWORK: dict[str, SyscallNumbers] = {"socket": (41, 198)}
-# as on a kernel without them: then the C library makes its threads with `clone`, whose flags a filter can see
+# fail as on a kernel without them: the C library then uses `clone`, whose flags a filter can see
 _UNIMPLEMENTED: dict[str, SyscallNumbers] = {"clone3": (435, 435)}
 # as well where memory is not accounted by a control group: memory that is in no process, where no look finds it.
 # Programs use files in /dev/shm in its place
@@ -228,12 +226,12 @@ _SMALL_SEGMENTS: dict[str, tuple[SyscallNumbers, tuple[ArgumentCheck, ...]]] = {
 
 @dataclass(frozen=True)
 class FilterRules:
-    """What a filter answers, by the names of calls; all others are allowed.
+    """The answers of a filter, by system call. All other calls are allowed.
 
     Args:
-        errors: calls that fail, with the number of the error.
-        checks: calls that fail for what they ask.
-        numbers: of all these.
+        errors: calls that fail, with their errno.
+        checks: calls that fail for some arguments.
+        numbers: the numbers of all these calls.
     """
 
     errors: dict[str, int]
@@ -242,7 +240,7 @@ class FilterRules:
 
 
 def filter_rules(*, namespaces: bool, network: bool, accounted: bool) -> FilterRules:
-    """What the filter of a sandbox answers. The arguments are those of `filter_program`."""
+    """The rules of a sandbox's filter. The arguments are those of `filter_program`."""
     refused = _REFUSED | ({} if namespaces else _WITHOUT_NAMESPACES) | ({} if network else _WITHOUT_NETWORK)
     absent = _UNIMPLEMENTED | ({} if accounted else _UNACCOUNTED)
     checked = _CHECKED | (_WITH_NAMESPACES if namespaces else _OTHER_PROCESSES) | ({} if accounted else _SMALL_SEGMENTS)
@@ -262,14 +260,13 @@ def filter_program(
 
     Args:
         machine: the machine.
-        namespaces: whether the processes have namespaces of their own; without them, what reaches other processes of
-            the user, or the memory they share, is refused.
-        network: whether they may make sockets; where they are in namespaces, those see to that.
-        accounted: whether a control group accounts for all their memory; without one, they get none that is not found
-            by looking at processes and files.
+        namespaces: whether the processes have namespaces of their own. Without them, calls that reach other processes
+            of the user, or their shared memory, are refused.
+        network: whether they may make sockets. In a network namespace, the namespace decides.
+        accounted: whether a control group accounts for all their memory. Otherwise calls that hide memory from the
+            watchdog are refused.
 
-    A process that calls the kernel in the way of another architecture, which has other numbers, is killed; calls of the
-    x32 ABI do not exist.
+    A process that makes calls of another architecture is killed. Calls of the x32 ABI do not exist.
     """
     if machine not in _ARCHITECTURES or sys.maxsize < 2**32:
         return None
@@ -301,7 +298,7 @@ def _error_label(error: int) -> str:
 
 
 def _check_instructions(name: str, checks: tuple[ArgumentCheck, ...]) -> list[BpfInstruction]:
-    """The instructions for a call that is refused for what it asks."""
+    """The instructions for a call that is refused for some arguments."""
     made: list[BpfInstruction] = []
     for check in checks:
         refused = _error_label(check.error)

@@ -1,7 +1,4 @@
-"""SnapshotImage: the files of a sandbox at one moment, as the image of others.
-
-ContainerSpec: what a sandbox is made of and what it may use.
-"""
+"""ContainerSpec: what a container is made of and what it may use; SnapshotImage: a container's files as an image."""
 
 from __future__ import annotations
 
@@ -25,20 +22,19 @@ PREFIX = "snapshot:"
 
 
 class SnapshotImage(str):
-    """The name of a snapshot, for a spec's ``image``. The snapshot lasts as long as this object does.
+    """The name of a snapshot, for a spec's ``image``. The snapshot lives as long as this object.
 
-    Specs, sandboxes and pools that have it as their image hold it. A copy of its text, as in a pickle or another
-    process, holds nothing.
+    Specs, sandboxes and pools with this image keep it alive. A copy of its text, as in a pickle, does not.
     """
 
     def __new__(cls, backend: str, name: str, drop: Callable[[], object]) -> SnapshotImage:
         """Name a snapshot.
 
         Args:
-            backend: the backend that made it and alone can use it.
-            name: how the backend knows it.
-            drop: called once when nothing holds it any more, or the process ends. It may be called on any thread, in
-                the middle of anything, so it must do no more than note what is to be removed.
+            backend: the backend that made it. No other backend can use it.
+            name: the backend's name for it.
+            drop: called once when nothing refers to the snapshot any more, or at the exit of the process. It may run on
+                any thread at any moment, so it may only record what is to be removed.
         """
         image = super().__new__(cls, f"{PREFIX}{backend}:{name}")
         weakref.finalize(image, drop)
@@ -49,7 +45,7 @@ class SnapshotImage(str):
 
 
 def snapshot_name(image: str, backend: str) -> str | None:
-    """How a backend knows the snapshot that an image is; None if it is none of that backend's."""
+    """The backend's name of a snapshot image; None if the image is not a snapshot of this backend."""
     prefix = f"{PREFIX}{backend}:"
     return image.removeprefix(prefix) if image.startswith(prefix) else None
 
@@ -63,11 +59,11 @@ ImageKind = Literal["host", "path", "name", "snapshot"]
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """What is known of a backend without loading it.
+    """Static facts about a backend, available without importing it.
 
     Args:
-        address: of its class.
-        image_kinds: the kinds of image that it takes where it works, unless the machine forbids one.
+        address: import address of its class.
+        image_kinds: the kinds of image that it supports. The machine may allow fewer.
     """
 
     address: str
@@ -83,8 +79,8 @@ BACKENDS = {
     "landlock": BackendEntry(f"{_HERE}.landlock.backend:Landlock", ("host",)),
 }
 """The backends by name, best first."""
-SHELL_MOUNT = PurePosixPath("/run/agentfly")  # where the sandbox finds what belongs to the host's side of its shell
-# A directory shown at one of these, or below it, would hide what the shell and its programs are or need.
+SHELL_MOUNT = PurePosixPath("/run/agentfly")  # where a sandbox sees its shell's directory on the host
+# A mount at or below one of these would hide files that the shell and its programs need.
 _PROGRAMS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _RESERVED_TREES = ("/dev", "/proc", "/sys", str(SHELL_MOUNT), *_PROGRAMS, *(f"/usr{path}" for path in _PROGRAMS))
 _RESERVED_PATHS = ("/", "/etc", "/run", "/usr")
@@ -94,13 +90,13 @@ _RESERVED_PATHS = ("/", "/etc", "/run", "/usr")
 class ContainerSpec(ResourceSpec["Container"]):
     """A sandbox with its own file system, processes and limits, and a shell that lasts.
 
-    What is asked here and cannot be enforced on the machine at hand fails before the start, with the cure.
+    A limit that this machine cannot enforce is an error before the start. The error says how to fix it.
 
     Args:
         image: ``"host"`` for the host's system directories (and nothing else of the host); the absolute path of a root
             file system that has ``/bin/bash``, as a directory or as an archive (a tar of it, what ``docker save``
             writes, or an OCI layout, compressed or not), which is unpacked once; or, where the backend has images by
-            name, such a name. No image is ever changed: writes go to a private layer that ends with the sandbox.
+            name, an image name. No image is ever changed: writes go to a private layer that ends with the sandbox.
         cpus: processor cores that the sandbox may use; 0 means no limit of its own.
         gpus: must be 0: no graphics processor is passed on to a container.
         memory: bytes, or a text such as ``"256MiB"``, for processes and private files together; 0 means 1 GiB.
@@ -108,17 +104,17 @@ class ContainerSpec(ResourceSpec["Container"]):
         disk: size of the private layer, which lives in memory; 0 means half of the memory limit. Where the tier is
             ``user``, half of it is for the workdir and an eighth for each other directory that can be written.
         network: whether the sandbox shares the host's network. Without it there is the loopback only.
-        ports: TCP ports inside that the host is to reach, by ``await box.port(8000)``, also where there is no network.
+        ports: TCP ports inside that the host can reach by ``await box.port(8000)``, even without network.
         mounts: read-only views of host paths, as pairs of the host's path and the path inside.
-        env: environment variables, as a mapping or as pairs. Nothing of the host's environment is seen inside. Their
-            values may be secrets, and are not in the spec's repr.
+        env: environment variables, as a mapping or as pairs. The host's environment is not visible inside. Values may
+            be secrets, so they are not in the spec's repr.
         workdir: the directory, writable, in which the shell starts.
         max_image_size: bytes, or a text such as ``"64GiB"``, that the files of an image in an archive may have.
         max_image_files: the most files, directories and links of such an image.
         user: the ordinary user ``"agent"``, or ``"root"`` for programs that insist on user id 0. Either is an
             ordinary user of the host, without any capability.
         setup: commands run in the shell after each start and each reset; one that fails fails the start.
-        backend: the program that isolates. ``"auto"`` takes the best one present.
+        backend: the isolating program. ``"auto"`` selects the best one available.
         runtime: the runtime of docker or podman, by the name that the engine's configuration gives it, such as
             ``"runsc"`` for gVisor; empty for the engine's own.
         isolation: ``"weak"`` accepts a machine on which a container cannot be isolated fully, for code that means no
@@ -152,7 +148,9 @@ class ContainerSpec(ResourceSpec["Container"]):
 
     @property
     def start_weight(self) -> int:
-        """Two where a daemon, or another program, starts it, which many at once do not make faster."""
+        """Two for backends that start containers through a daemon or another program. Parallel starts do not speed
+        those up.
+        """
         return 2 if self.backend in ("docker", "podman", "enroot") else 1
 
     @property
@@ -172,7 +170,7 @@ class ContainerSpec(ResourceSpec["Container"]):
 
     @property
     def image_kind(self) -> ImageKind:
-        """What sort of image it is, which decides the backends that can use it."""
+        """The kind of image, which decides the backends that can use it."""
         if self.image == HOST_IMAGE:
             return "host"
         if self.image.startswith("/"):
@@ -181,7 +179,7 @@ class ContainerSpec(ResourceSpec["Container"]):
 
     @property
     def preparation_key(self) -> Hashable | None:
-        """The image, the backend and what an image may hold, if there is something to fetch or unpack."""
+        """The image, backend and limits that identify a prepared image. None if nothing is fetched or unpacked."""
         if self.image_kind not in ("path", "name"):
             return None
         return self.image, self.backend, parse_byte_size(self.max_image_size), self.max_image_files

@@ -1,4 +1,4 @@
-"""The bytes of an archive: of a file, of a part of one, or of what either is compressed to, read piece by piece."""
+"""ByteReader: the bytes of an archive, from a file, a part of a file, or a decompressor, in chunks."""
 
 from __future__ import annotations
 

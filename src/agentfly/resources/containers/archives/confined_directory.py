@@ -25,11 +25,12 @@ class TooManySymlinks(Exception):
 
 
 class ConfinedDirectory:
-    """Finds, makes and removes what is in a directory, and touches nothing else, whatever names and links say.
+    """Finds, creates and removes entries of a directory, and touches nothing outside, whatever names and links say.
 
-    A *place* is where something is after all links have been followed: names from the directory on, with slashes
-    between; the directory itself is the empty place. Each step to a place goes from the descriptor of one directory to
-    the next, and never through a link. So a directory that has become a link is not entered any more.
+    A *place* is a path after all links were followed: names from the directory on, separated by slashes; the directory
+    itself is the empty place. Each step opens one directory from the descriptor of its parent and never follows a link.
+    So
+    a directory that was replaced by a link is not entered.
 
     Attributes:
         lookups: how many names have been looked up to follow links.
@@ -40,8 +41,8 @@ class ConfinedDirectory:
         """Open it.
 
         Args:
-            path: where it is, which may lead through links.
-            token: asked at each step whether to go on.
+            path: the directory; its path may lead through links.
+            token: checked at each step.
 
         Raises:
             OSError: there is no such directory.
@@ -59,7 +60,7 @@ class ConfinedDirectory:
         self.close()
 
     def close(self) -> None:
-        """Let go of what is open."""
+        """Close all descriptors."""
         for descriptor in (*self._open.values(), self._root):
             os.close(descriptor)
         self._open.clear()
@@ -67,10 +68,10 @@ class ConfinedDirectory:
     # --- places -----------------------------------------------------------------------------------------------------
 
     def resolve(self, name: str) -> str:
-        """The place of a name, as seen from inside, whether or not there is something.
+        """The place of a name, as seen from inside. It need not exist.
 
         Raises:
-            TooManyLinks: it leads through too many links.
+            TooManySymlinks: it leads through too many links.
         """
         place = self._walk([], name, inside=True)
         assert place is not None
@@ -94,7 +95,7 @@ class ConfinedDirectory:
             return True
 
     def read_link(self, place: str, name: str) -> str | None:
-        """Where the link of a name in a directory leads; None if it is no link."""
+        """The target of a symbolic link; None if the name is not a link."""
         directory = self.open_directory(place)
         if directory is None:
             return None
@@ -148,7 +149,7 @@ class ConfinedDirectory:
     # --- directories ------------------------------------------------------------------------------------------------
 
     def open_directory(self, place: str) -> int | None:
-        """A descriptor of a directory, good until the next call; None if there is none."""
+        """A descriptor of a directory, valid until the next call; None if there is none."""
         try:
             return self._descriptor(place, make=False)
         except OSError as error:
@@ -157,15 +158,15 @@ class ConfinedDirectory:
             return None
 
     def make_directory(self, place: str) -> int:
-        """A descriptor of a directory, good until the next call. It is made where there is none, with those above it.
+        """A descriptor of a directory, valid until the next call. It and its parents are created if missing.
 
         Raises:
-            OSError: a name cannot be, or is that of something else.
+            OSError: a name is invalid, or exists and is not a directory.
         """
         return self._descriptor(place, make=True)
 
     def remove(self, place: str, name: str) -> str | None:
-        """Remove what has a name in a directory, with all that is in it.
+        """Remove an entry of a directory, with its content.
 
         Returns:
             What it was: ``"directory"``, ``"link"`` or ``"file"``; None if there was nothing.
@@ -223,11 +224,11 @@ class ConfinedDirectory:
     # --- files ------------------------------------------------------------------------------------------------------
 
     def is_file(self, name: str) -> bool:
-        """Whether a name is that of a file, as seen from inside."""
+        """Whether a name is a file, as seen from inside."""
         return self._file(name) is not None
 
     def read_file(self, name: str, most: int) -> bytes | None:
-        """The content of a file, as seen from inside, up to so many bytes; None if there is no such file."""
+        """The content of a file, as seen from inside, at most `most` bytes; None if there is no such file."""
         found = self._file(name)
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""Image archives: the layers of an image, in each of the formats that images are packed in."""
+"""ImageArchive: the layers of an image, in each of the formats of image archives."""
 
 # ruff: noqa: PTH123
 

@@ -1,4 +1,4 @@
-"""TarReader: the members of a tar that nobody vouches for, in bounded time and memory for each.
+"""TarReader: the entries of a hostile tar, in bounded time and memory for each.
 
 Python's `tarfile` is not for archives that were made to break it. It takes names, attributes and maps of sparse files
 of any size into memory, and sizes below zero. It may look for a number in an extended header for hours, while all
@@ -33,7 +33,7 @@ _IN_HEADER, _IN_BLOCK = 4, 21  # regions
 
 
 class TarEntryType(Enum):
-    """What a member is."""
+    """The type of an entry."""
 
     FILE = "file"
     DIRECTORY = "directory"
@@ -56,16 +56,16 @@ _WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")  # whatever size they sa
 
 @dataclass(frozen=True)
 class TarEntry:
-    """A member of a tar.
+    """An entry of a tar.
 
     Args:
-        name: as it is written; a byte that is not UTF-8 as `os.fsdecode` gives it.
-        kind: what it is.
+        name: its name; a byte that is not UTF-8 as `os.fsdecode` gives it.
+        kind: its type.
         size: bytes of a file, holes included.
         mode: its permissions.
-        modified: when it was changed, in seconds since the epoch; None if that is no time.
-        target: where a link leads.
-        sparse: whether it is a file that the archive holds in part, as the rest is zeros.
+        modified: its modification time, in seconds since the epoch; None if invalid.
+        target: the target of a link.
+        sparse: whether it is a sparse file, of which the archive holds only the parts that are not zeros.
     """
 
     name: str
@@ -79,7 +79,7 @@ class TarEntry:
 
 @dataclass
 class _ExtendedHeaders:
-    """What was said before a member's own header."""
+    """The extended headers before an entry's own header."""
 
     name: bytes | None = None
     target: bytes | None = None
@@ -87,14 +87,14 @@ class _ExtendedHeaders:
 
 
 class TarReader:
-    """Reads one member after the other."""
+    """Reads the entries in order."""
 
     def __init__(self, content: ByteReader, *, max_length: int = _MAX_SIZE) -> None:
         """Begin at the start.
 
         Args:
             content: the archive.
-            max_length: the most bytes to read of it, those passed over included.
+            max_length: the most bytes to read of it, including skipped ones.
         """
         self._content = content
         self._max_length = max_length
@@ -105,14 +105,14 @@ class TarReader:
 
     @property
     def position(self) -> int:
-        """Where the content of the present member begins, until it is read."""
+        """Offset of the current entry's content, until it is read."""
         return self._position
 
     def next(self) -> TarEntry | None:
-        """The next member; None once, at the end.
+        """The next entry; None once, at the end.
 
         Raises:
-            BrokenArchive: it is none, or is broken off or garbled.
+            MalformedArchive: it is not a tar, or is truncated or malformed.
         """
         self._regions = ()
         self._skip_to_end()
@@ -132,10 +132,10 @@ class TarReader:
         raise self._malformed("it has too many headers before one member")
 
     def read_data(self) -> Iterator[tuple[int, bytes]]:
-        """What the archive holds of the present member, a file: its pieces, each with its place in the file.
+        """The chunks of the current entry, a file, each with its offset in the file.
 
         Raises:
-            BrokenArchive: it is broken off.
+            MalformedArchive: it is truncated.
         """
         regions, self._regions = self._regions, ()
         for place, length in regions:
@@ -146,7 +146,7 @@ class TarReader:
                 done += len(piece)
 
     def _finish(self) -> None:
-        """Read what fills up the last block, and with it what tells whether anything compressed was whole."""
+        """Read to the end of the last block, which also verifies the checksum of a compressed archive."""
         while self._read_some(CHUNK_SIZE, at_end=True):
             pass
 
@@ -220,7 +220,7 @@ class TarReader:
         return self._start_entry(member, stored)
 
     def _start_entry(self, member: TarEntry, stored: int) -> TarEntry:
-        """Set about a member, of which so many bytes follow."""
+        """Start an entry, followed by `stored` bytes of content."""
         self._end = self._position + stored + -stored % _BLOCK
         return member
 
@@ -234,7 +234,7 @@ class TarReader:
     # --- sparse files -----------------------------------------------------------------------------------------------
 
     def _sparse(self, member: TarEntry, header: bytes) -> TarEntry:
-        """A sparse file in GNU's own format, whose map goes on in blocks behind the header."""
+        """A sparse file in GNU's own format, whose map continues in blocks after the header."""
         found = self._regions_in(header[386:], _IN_HEADER)
         size = _number(header[483:495])
         more, blocks = header[482], 0
@@ -258,7 +258,7 @@ class TarReader:
         return found
 
     def _posix_sparse(self, member: TarEntry, said: dict[bytes, bytes]) -> TarEntry:
-        """A sparse file in the format of POSIX, whose map is where otherwise its content begins."""
+        """A sparse file in the POSIX format, whose map precedes its content."""
         if (said.get(b"GNU.sparse.major"), said.get(b"GNU.sparse.minor")) != (b"1", b"0"):
             raise self._malformed("it has a sparse file in an old format; make it by GNU tar 1.27 or newer")
         size = _decimal(said.get(b"GNU.sparse.realsize", b""))
@@ -275,7 +275,7 @@ class TarReader:
         return self._start_entry(replace(member, name=shown, size=size, sparse=True), stored)
 
     def _lines(self, most: int) -> Iterator[int]:
-        """The numbers of a map, a line each, from whole blocks; no more than these bytes are there."""
+        """The numbers of a map, one per line, from whole blocks; at most `most` bytes."""
         rest = b""
         while True:
             line, end, behind = rest.partition(b"\n")
@@ -308,7 +308,7 @@ class TarReader:
         return content
 
     def _read_some(self, most: int, *, at_end: bool = False) -> bytes:
-        """The next bytes, at least one; but where it may end, there may be none."""
+        """The next bytes, at least one; none only if the archive may end here."""
         piece = self._content.read(min(most, CHUNK_SIZE, self._max_length - self._position))
         if not piece:
             if self._position >= self._max_length:
@@ -330,7 +330,7 @@ class TarReader:
         return b"".join(pieces)
 
     def _skip_to_end(self) -> None:
-        """Go to the end of the present member, which must be there."""
+        """Skip to the end of the current entry, which must exist."""
         if self._end <= self._position:
             return
         if self._end > self._max_length:
@@ -364,7 +364,7 @@ def _decimal(text: bytes) -> int:
 
 
 def _time(attribute: bytes | None, field: bytes) -> float | None:
-    """When something was changed; None if that cannot be the time of a file."""
+    """A modification time; None if no file can have it."""
     if attribute:
         return float(attribute) if _TIME.fullmatch(attribute) else None
     seconds = _number(field)

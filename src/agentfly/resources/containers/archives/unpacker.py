@@ -1,4 +1,4 @@
-"""Unpacking: archives that nobody vouches for, into a directory that nothing in them can leave."""
+"""Unpacker: unpacks hostile archives into a directory that nothing in them can escape."""
 
 # an image has many thousands of files, which are reached by directory descriptors
 
@@ -25,7 +25,7 @@ _LONGEST_PATH, _LONGEST_NAME = 4096, 256  # bytes, as the kernel's
 _MOST_NAMES = 10_000  # kept in memory, each of which may be long
 _STEPS = 50  # names to be looked up for each entry, on average
 _READ = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# what a name or a link in an archive can be the cause of; the host is that of other errors
+# errors that a name or a link in an archive can cause; other errors are the host's
 _ENTRY_ERRNOS = (
     errno.ENAMETOOLONG,
     errno.ENOTDIR,
@@ -55,12 +55,12 @@ class UnpackLimits:
 
     @property
     def max_length(self) -> int:
-        """The most bytes that an archive of so much may have: the files, and 4 KiB for each entry to be told."""
+        """The largest size of an archive within these limits: the files, and 4 KiB of headers per entry."""
         return self.max_bytes + 4096 * self.max_entries + 2**20
 
 
 class ArchiveTooLarge(ArchiveError):
-    """An archive holds more than it may.
+    """An archive exceeds a limit.
 
     Attributes:
         limit: the name of the limit, as in `UnpackLimits`.
@@ -74,25 +74,27 @@ class ArchiveTooLarge(ArchiveError):
 class Unpacker:
     """Unpacks archives, one over the other, into one directory.
 
-    Links are followed as if that directory were the root of the file system, and directories are reached without
-    following any. So whatever names and links an archive has, in whatever order, nothing outside is written, changed or
-    removed. Everything belongs to the caller afterwards, without set-user-id bits; devices and pipes are left out.
+    Links are followed as if that directory were the root of the file system, and directories are opened without
+    following
+    any. So nothing outside is written, changed or removed, whatever the names, links and order of an archive.
+    Everything
+    belongs to the caller afterwards, without set-user-id bits. Devices and pipes are skipped.
 
     Attributes:
-        skipped: the names of what was not unpacked, the first 10,000 of them.
+        skipped: the names of entries that were not unpacked, the first 10,000 of them.
     """
 
     def __init__(
         self, root: Path, limits: UnpackLimits, token: CancelToken | None = None, *, leaving_links: bool = True
     ) -> None:
-        """Unpack into a directory that is there.
+        """Unpack into an existing directory.
 
         Args:
             root: the directory.
-            limits: what all archives may hold together.
-            token: asked at each file whether to go on.
-            leaving_links: whether to keep symbolic links that lead out of the directory, as in the root file systems of
-                containers, which mean their own root.
+            limits: for all archives together.
+            token: checked at each file.
+            leaving_links: whether to keep symbolic links that lead out of the directory. The root file systems of
+                containers need this: their links are relative to their own root.
         """
         self.skipped: list[str] = []
         self._token = token or CancelToken()
@@ -113,14 +115,14 @@ class Unpacker:
         self._directory.close()
 
     def add(self, archive: TarReader, *, layer: bool = False) -> None:
-        """Unpack an archive over what there is.
+        """Unpack an archive over the present content.
 
         Args:
             archive: what to unpack, from its start.
-            layer: whether it is a layer of an image, in which some names say what it hides of the layers below.
+            layer: whether it is a layer of an image, which may have whiteouts.
 
         Raises:
-            TooLarge: it holds too much.
+            ArchiveTooLarge: it exceeds a limit.
             ArchiveError: it is broken, or has names that cannot be.
             OSError: the disk is full.
             Cancelled: the token says so.
@@ -142,12 +144,12 @@ class Unpacker:
             self._count()
 
     def remove_escaping_links(self) -> None:
-        """Take away the links that are not to be.
+        """Remove the symbolic links that lead out of the directory.
 
         Raises:
             ArchiveError: its links lead through too many others.
-            Cancelled: the token says so.
-            TimeoutError: the token says so.
+            Cancelled: the token was cancelled.
+            TimeoutError: the token's time is up.
         """
         for place, name in self._links:
             self._check_lookups()
@@ -209,7 +211,7 @@ class Unpacker:
         self._set_mode(here, mode)
 
     def _set_mode(self, place: str, mode: int) -> None:
-        """Set the permissions of a directory, made where it is missing; its owner keeps all, for what comes into it."""
+        """Set the permissions of a directory, created if missing. Its owner keeps full access, for later entries."""
         directory = os.open(".", _READ, dir_fd=self._ensure_directory(place))
         try:
             os.fchmod(directory, (mode & 0o1777) | stat.S_IRWXU)
@@ -237,7 +239,7 @@ class Unpacker:
             os.close(source)
 
     def _apply_whiteout(self, place: str, name: str, fresh: set[int], bare: set[str]) -> None:
-        """Remove what the layers below have in a directory, by the name of what hides it."""
+        """Apply a whiteout: remove what the lower layers have in a directory."""
         hidden = name.removeprefix(_WHITEOUT_PREFIX)
         if name != _OPAQUE_WHITEOUT:
             if hidden in ("", ".", ".."):
@@ -271,7 +273,7 @@ class Unpacker:
         return place
 
     def _ensure_directory(self, place: str) -> int:
-        """A descriptor of a directory, made where it is missing."""
+        """A descriptor of a directory, created if missing."""
         if place.count("/") >= self._limits.max_depth:
             raise ArchiveTooLarge(
                 "max_depth", f"it holds more than {self._limits.max_depth} directories one in the other"
@@ -300,7 +302,7 @@ class Unpacker:
 
     @contextmanager
     def _naming_entry(self, name: str) -> Iterator[None]:
-        """Name the member that something is wrong with."""
+        """Name the entry in the error."""
         try:
             yield
         except MalformedArchive as error:

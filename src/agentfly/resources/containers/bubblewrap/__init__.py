@@ -1,4 +1,4 @@
 """Sandboxes of bubblewrap.
 
-From the outside in: backend, sandbox, life; then bubble and launcher, which start them, and shell and exchange.
+From the outside in: backend, sandbox; then process and launcher, which start them, and shell and shell_io.
 """

@@ -1,6 +1,6 @@
-"""The tier of this machine: which way of starting sandboxes works here, found by trying, once for each process.
+"""Bubblewrap: the embedded backend, and the tier by which it starts sandboxes on this machine.
 
-Bubblewrap: the embedded backend. Its program comes with a wheel, and an ordinary user may start it.
+Its program comes with a wheel, and an ordinary user may start it. The tier is found by trying, once per process.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _launcher_of_process(pid: int) -> Launcher | BubblewrapCapabilities:
     return make_launcher()
 
 
-def _committed() -> Launcher | BubblewrapCapabilities:
+def _launcher_or_failure() -> Launcher | BubblewrapCapabilities:
     with _making:
         return _launcher_of_process(os.getpid())  # a forked child makes its own: its parent's threads are not in it
 
@@ -84,7 +84,7 @@ def get_launcher() -> Launcher:
     Raises:
         PrerequisiteError: sandboxes cannot be started here; the message says what to do.
     """
-    found = _committed()
+    found = _launcher_or_failure()
     if isinstance(found, Launcher):
         return found
     raise PrerequisiteError("Sandboxes cannot be started on this machine. " + " ".join(found.missing))
@@ -92,7 +92,7 @@ def get_launcher() -> Launcher:
 
 def probe() -> BubblewrapCapabilities:
     """What sandboxes can do on this machine, found by trying, once for each process."""
-    found = _committed()
+    found = _launcher_or_failure()
     able = found.capabilities if isinstance(found, Launcher) else found
     assert isinstance(able, BubblewrapCapabilities)
     return able

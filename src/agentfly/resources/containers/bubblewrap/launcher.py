@@ -1,11 +1,10 @@
-"""What bubblewrap can do on this machine: its tier, and the words for what is missing.
-
-Launcher: starts the sandboxes of this process, from a thread that keeps nothing of root but what mounting needs.
+"""Launcher: starts the sandboxes of this process, from a thread that keeps of root's capabilities only those for
+mounting.
 
 A process that is root must not start a sandbox as root: bubblewrap would map the host's user 0 into it, and the sandbox
 could write the host's settings below /proc/sys. So one thread takes a private view of the mounts, becomes an ordinary
-user, and keeps the capability to mount for itself; the programs that it starts are that ordinary user without any
-capability. Sandboxes are bound to this thread: when it ends, however the process ends, the kernel kills them.
+user, and keeps the capability to mount for itself. The programs that it starts run as that user without any capability.
+Sandboxes are bound to this thread: when it ends, however the process ends, the kernel kills them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""MemoryCount: how much memory a sandbox takes, as far as looking at its processes and files shows.
-
-MemoryWatchdog: holds a sandbox to its memory limit where control groups cannot.
-"""
+"""MemoryWatchdog: enforces a sandbox's memory limit where control groups cannot."""
 
 from __future__ import annotations
 
@@ -24,8 +21,11 @@ _LOOKS_AT_MAPPINGS = 8  # every so many looks: it takes as long as there are map
 
 
 class MemoryUsage:
-    """Counts pages of processes and their tables, mappings, private files with their inodes, and pipes and sockets,
-    those beyond a few by what they may hold.
+    """Estimates a sandbox's memory.
+
+    It counts process pages and page tables, mappings, private files and their inodes. Pipes and sockets beyond a few
+    count
+    at their maximum size.
     """
 
     def __init__(self, places: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Running: a command on its way through the shell of a sandbox."""
+"""PipeCommand: a command in a bubblewrap sandbox's shell, from request to outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bubble: one bubblewrap from start to end, with its control group and its directory on the host."""
+"""BubblewrapProcess: one bubblewrap from start to end, with its control group and its directory on the host."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _END_PATIENCE_S = 10.0
 class BubblewrapProcess:
     """The processes, mounts, limits and directory of one sandbox.
 
-    `start` may fail or be cancelled at any point; `stop` then removes whatever had been made.
+    `start` may fail or be cancelled at any point; `stop` then removes what was created.
     """
 
     def __init__(self, launcher: Launcher, spec: ContainerSpec, scratch: Path) -> None:
-        """Make a handle; nothing is started yet.
+        """Create a handle; nothing is started yet.
 
         Args:
             launcher: what starts it.
             spec: what to start.
-            scratch: its directory on the host, which must not be there yet; its name and that above it name it.
+            scratch: its directory on the host, which must not exist yet. The last two parts of its path are its name.
         """
         self.spec = spec
         self.launcher = launcher
@@ -62,10 +62,10 @@ class BubblewrapProcess:
         return self.scratch / SHELL_DIRECTORY
 
     async def start(self) -> None:
-        """Bring process 1 up, inside its limits.
+        """Start process 1 inside its limits.
 
         Raises:
-            ResourceStartError: bubblewrap said no; the message has its words.
+            ResourceStartError: bubblewrap failed; the message has its output.
         """
         launcher = self.launcher
         groups = self.cgroup.paths if self.cgroup is not None else []
@@ -89,7 +89,7 @@ class BubblewrapProcess:
             raise ResourceStartError(f"The sandbox {self.name} could not be started: {error}") from error
 
     async def stop(self) -> None:
-        """Kill every process and remove every trace; return when all are gone. Safe to call again, and at any time.
+        """Kill every process, remove all resources, and return when they are gone. Idempotent.
 
         Raises:
             OSError: something of it cannot be removed.
@@ -102,13 +102,15 @@ class BubblewrapProcess:
                 if not self.exited.is_set():
                     self.kill()
                     await self.exited.wait()
-                if self._first is not None and self._first.alive:  # what should have ended with it was kept from that
+                if (
+                    self._first is not None and self._first.alive
+                ):  # process 1 should have ended with bubblewrap and did not
                     await self.launcher.run_blocking(self._first.kill, _END_PATIENCE_S)
                 self._close(self.launched)
             await self.launcher.run_blocking(self._remove)
 
     async def _await_pending(self) -> None:
-        """Wait for what `start` left under way on other threads, which cannot be called off."""
+        """Wait for the work of `start` on other threads, which cannot be cancelled."""
         under_way = [future for future in (self._launching, self._limiting) if future is not None]
         if under_way:
             await asyncio.wait(under_way)
@@ -121,12 +123,12 @@ class BubblewrapProcess:
             self._watch_exit(self.launched.process)
 
     def _name_taken(self) -> bool:
-        """Whether the directory was there before: then it, and all that goes by the name, is another sandbox's."""
+        """Whether the directory existed before. Then it, and everything with this name, belongs to another sandbox."""
         launching = self._launching
         return launching is not None and isinstance(launching.exception(), FileExistsError)
 
     async def freeze(self) -> None:
-        """Stop every process where it is; return when all are.
+        """Stop every process; return when all are stopped.
 
         Raises:
             OSError: they do not stop.
@@ -137,7 +139,7 @@ class BubblewrapProcess:
         await self._run_to_completion(group.freeze if group is not None and group.can_freeze else self.processes.stop)
 
     async def thaw(self) -> None:
-        """Let every process go on."""
+        """Resume every process."""
         assert self.processes is not None
         group = self.cgroup
         try:
@@ -148,29 +150,29 @@ class BubblewrapProcess:
             self.frozen = False
 
     async def _run_to_completion(self, change: Callable[[], object]) -> None:
-        """Make a change to its end, also for a caller that is cancelled: what is asked for next must not pass it."""
+        """Run a change to its end even if the caller is cancelled, so that the next change cannot overtake it."""
         changing = asyncio.create_task(self.launcher.run_blocking(change))
         await wait_uninterrupted({changing})
         changing.result()
 
     def kill(self) -> None:
-        """Kill every process, at once."""
-        if self.frozen and self.cgroup is not None and self.cgroup.can_freeze:  # what is frozen does not die
+        """Kill every process at once."""
+        if self.frozen and self.cgroup is not None and self.cgroup.can_freeze:  # a frozen process does not die
             self.cgroup.thaw()
         if self.processes is not None:
             self.processes.signal(self.processes.init_pid, signal.SIGKILL)  # the kernel then kills the whole namespace
             if self.launched is not None and not self.exited.is_set():
-                os.kill(self.launched.process.pid, signal.SIGCONT)  # it must see that, and somebody may have stopped it
+                os.kill(self.launched.process.pid, signal.SIGCONT)  # it must notice, and may have been stopped
         elif self.launched is not None:
             kill_with_children(self.launched.process.pid)
 
     @property
     def has_exited(self) -> bool:
-        """Whether bubblewrap is gone, though the event loop may not have got to know."""
+        """Whether bubblewrap has exited, even if the event loop does not know yet."""
         return self.exited.is_set() or (self._exit_descriptor is not None and has_exited(self._exit_descriptor))
 
     def exit_cause(self) -> str:
-        """Why its first process is no more, as far as can be told."""
+        """Why process 1 has exited, as far as known."""
         kills = self.cgroup.oom_kills() if self.cgroup is not None else 0
         if kills:
             return f"its first process was killed; the memory limit has cost it {kills} processes so far"
@@ -178,7 +180,7 @@ class BubblewrapProcess:
 
     @property
     def ran_out_of_memory(self) -> bool:
-        """Whether its own memory limit has cost it processes, so that its first one may have been among them."""
+        """Whether the kernel killed processes over its memory limit, perhaps process 1 among them."""
         return self.cgroup is not None and self.cgroup.has_killed_for_its_own_limit()
 
     def startup_log(self) -> str:
@@ -211,7 +213,7 @@ class BubblewrapProcess:
         return int(json.loads(text)["child-pid"])
 
     def _open_start_gate(self, launched: LaunchedSandbox) -> None:
-        """Open the gate at which process 1 waits. What that took is not needed any more, and files are few."""
+        """Open the gate at which process 1 waits, and close the descriptors that the start needed."""
         os.write(launched.start_gate, b"\n")
         self._at_gate = False
         os.close(launched.info)

@@ -1,7 +1,4 @@
-"""Where the bubblewrap program is.
-
-DefaultSignals: has a program that is started find signals as they are by default.
-"""
+"""The bubblewrap program: where it is, and the default signal dispositions of what it starts."""
 
 from __future__ import annotations
 
@@ -59,10 +56,11 @@ _STANDARD = (1 << 31) - 1
 
 
 class DefaultSignals:
-    """What a program inherits of this process, it may ignore for good: a shell cannot even be told to heed it again.
+    """Restores default signal dispositions in programs that are started.
 
-    So it is where a run was started by ``nohup``, or in the background by a script. What runs in a sandbox must find
-    the same wherever its owner was started.
+    A child inherits ignored signals, and bash cannot restore them. This happens when the run was started by ``nohup``
+    or as
+    a background job of a script.
     """
 
     def words(self) -> list[str]:

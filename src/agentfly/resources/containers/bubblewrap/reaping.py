@@ -1,4 +1,4 @@
-"""Removes what a process that died left of its containers."""
+"""Removes what a dead process left of its bubblewrap and Landlock containers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a sandbox sees of the host: system directories, and of /etc what programs need.
-
-How the root file system of a sandbox is put together: by mounting it first, or by bubblewrap's own arguments.
-"""
+"""RootfsBuilder: a sandbox's root file system, by overlay mounts or by bubblewrap's bind arguments."""
 
 from __future__ import annotations
 

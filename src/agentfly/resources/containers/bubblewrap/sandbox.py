@@ -1,6 +1,7 @@
-"""Life: a sandbox from one start or reset to the next: a bubble, the shell in it, and what watches its memory.
+"""BubblewrapSandbox: a sandbox of bubblewrap, as a sequence of generations, one per start or reset.
 
-BubblewrapSandbox: a sandbox of bubblewrap, through its lives.
+A reset never reuses a process or a namespace. The agent may have changed the memory of process 1, and IPC namespaces
+keep shared memory and queues.
 """
 
 from __future__ import annotations

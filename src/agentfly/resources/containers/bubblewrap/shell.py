@@ -1,9 +1,9 @@
-"""Shell: the commands of a sandbox, one after the other in a session that lasts, or each in a process of its own.
+"""PipeShell: the shell of a bubblewrap sandbox, with a persistent session and commands in processes of their own.
 
-The session is a bash that runs each command in itself, so that its directory and variables last. It prints to pipes
-that it keeps until a command has left a process behind that has them too: then the next command gets others, so that
-what that process prints later goes nowhere. Commands in processes of their own have pipes of their own. The end of a
-command is reported on a pipe of the shell's, so nobody waits for the end of its output.
+The session is a bash that runs each command in itself, so its directory and variables persist. It keeps its output
+pipes until a command leaves a process behind that holds them too. The next command then gets new pipes, and later
+output of that process is discarded. Commands in processes of their own have pipes of their own. The end of a command is
+reported on a pipe of the shell's, so nobody waits for the end of its output.
 """
 
 from __future__ import annotations

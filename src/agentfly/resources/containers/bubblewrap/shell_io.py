@@ -1,7 +1,4 @@
-"""OutputPipes: the host's ends of the two named pipes that a command's output goes to.
-
-Exchange: the directory through which commands, their input and their output pass between host and sandbox.
-"""
+"""OutputPipes: the host's ends of a command's output pipes; ShellDirectory: commands and input on their way inside."""
 
 from __future__ import annotations
 
@@ -28,24 +25,26 @@ _STALE = 32  # chunks; the most that a pipe can be made to hold is half of that
 class OutputPipes:
     """The pipes of one command at a time, for stdout and stderr, each read as it fills into a bounded buffer.
 
-    A process that outlives its command may go on printing: that is read at leisure and thrown away, so that it does not
-    fail, and holds nothing up. Once nobody can write to them any more, the pipes serve the next command. Those of the
-    session serve it too while nobody but the session can.
+    A process that outlives its command may go on printing. That output is read slowly and discarded, so the process
+    neither
+    fails nor delays anything. Once nobody can write to them any more, the pipes serve the next command. The session's
+    pipes
+    also serve it again while only the session can write to them.
     """
 
     def __init__(self, path: str, owner: int | None) -> None:
-        """Make the pipes at `path` with ``.out`` and ``.err`` added.
+        """Create the pipes at `path` with ``.out`` and ``.err`` appended.
 
         Args:
             path: where, on the host.
-            owner: the user of the host who is to write to them; None for this one.
+            owner: the host's user that writes to them; None for this one.
         """
         self._poll = select.poll()
         self._out, self._err = (_PipeReader(path + suffix, owner, self._poll) for suffix in (".out", ".err"))
         self._in_use = False
 
     def start(self, stdout: BoundedOutput, stderr: BoundedOutput) -> None:
-        """Collect the output of the next command. What is in the pipes is nobody's, and is thrown away.
+        """Collect the output of the next command. Output that is still in the pipes is discarded.
 
         Raises:
             OSError: this process has too many files open.
@@ -57,7 +56,7 @@ class OutputPipes:
         self._open(stdout, stderr)
 
     def restart(self) -> None:
-        """Collect for the same command as before, since who was to run it has gone, and the pipes may be at their end.
+        """Collect for the same command again, because its first runner has exited and the pipes may be at EOF.
 
         Raises:
             OSError: this process has too many files open.
@@ -80,7 +79,7 @@ class OutputPipes:
             raise
 
     def finish(self) -> None:
-        """Take what the command wrote before it ended; what others write later is thrown away."""
+        """Read what the command wrote before it ended. Later output is discarded."""
         if self._poll.poll(0):
             self._out.drain(_DRAIN)
             self._err.drain(_DRAIN)
@@ -89,7 +88,7 @@ class OutputPipes:
 
     @property
     def free(self) -> bool:
-        """Whether their command is finished, and nobody can write to them any more."""
+        """Whether their command is finished and nobody can write to them."""
         return not (self._in_use or self._out.reading or self._err.reading)
 
     @property
@@ -98,7 +97,7 @@ class OutputPipes:
         return not self._in_use and (self._out.reading or self._err.reading)
 
     def close(self) -> None:
-        """Stop reading, for good. A process that still writes gets an error."""
+        """Stop reading for good. A process that still writes gets an error."""
         self._out.remove()
         self._err.remove()
 
@@ -122,7 +121,7 @@ class _PipeReader:
     def begin(self, output: BoundedOutput) -> None:
         self.output = output
         if self._descriptor < 0:
-            # opened anew when its writers have left: until the next one comes, a pipe opened just now is not at its end
+            # reopen it after its writers have left: a newly opened pipe is not at EOF until the next writer has left
             self._descriptor = _open_pipe(self._path)
             self._poll.register(self._descriptor, select.POLLIN)
             self._loop.add_reader(self._descriptor, self._readable)
@@ -151,7 +150,7 @@ class _PipeReader:
             self._descriptor = -1
 
     def _read(self) -> bool:
-        """Take what there is; False if there is nothing, or nobody has the pipe open for writing any more."""
+        """Read once; False if there is nothing, or no writer is left."""
         try:
             chunk = os.read(self._descriptor, _CHUNK)
         except BlockingIOError:
@@ -164,7 +163,7 @@ class _PipeReader:
         return True
 
     def _readable(self) -> None:
-        if self._read() and self.output is None:  # slow down who prints for ever, and would keep the event loop busy
+        if self._read() and self.output is None:  # slow down endless output, which would keep the event loop busy
             self._loop.remove_reader(self._descriptor)
             self._pause = self._loop.call_later(_DISCARD_PAUSE_S, self._go_on)
 
@@ -174,10 +173,10 @@ class _PipeReader:
 
 
 def _open_pipe(path: str) -> int:
-    """Open a named pipe to read from.
+    """Open a named pipe for reading.
 
     Raises:
-        OSError: something else is in its place, or this process has too many files open.
+        OSError: the path is something else, or this process has too many files open.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
@@ -191,10 +190,10 @@ _AT_ONCE = 64 * 1024  # bytes written on the event loop; more is written aside
 
 
 class ShellDirectory:
-    """The host's side of the directory. The sandbox sees it read-only, but for the pipes."""
+    """The host's side of the shell's directory. The sandbox sees it read-only, except for the pipes."""
 
     def __init__(self, directory: Path, launcher: Launcher) -> None:
-        """Attach to the directory of a sandbox that has been started."""
+        """Attach to the directory of a started sandbox."""
         self._directory = str(directory)
         self._launcher = launcher
         self._inside = launcher.shell_mount(directory)
@@ -208,22 +207,22 @@ class ShellDirectory:
         self._closed = False
 
     def open_spawn_pipe(self) -> int:
-        """The pipe to what starts commands in processes of their own."""
+        """Open the pipe to the starter of commands in processes of their own."""
         return os.open(f"{self._directory}/starts", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     async def write_command(self, name: int, command: Command, directory: str) -> None:
-        """Put down the script of a command, and its input. `remove` takes them away, however far this has come.
+        """Write the script of a command, and its input. `remove_command` removes them, however far this has come.
 
-        The session's script is always the same file, written anew: it reads it whole before it runs any of it.
+        The session's script is always the same file. The session reads it whole before it runs any of it.
 
         Args:
-            name: the command's.
+            name: the command's number.
             command: what to run.
-            directory: where the session is to go first; empty if nowhere.
+            directory: where the session changes to first; empty for nowhere.
 
         Raises:
             ResourceError: the host has no room for it.
-            ResourceDied: the exchange is closed.
+            ResourceDied: the directory is closed.
         """
         self._check()
         script, before = command.source, command.prelude
@@ -241,7 +240,7 @@ class ShellDirectory:
             await self._write(name, "in", command.stdin)
 
     def remove_command(self, name: int) -> None:
-        """Take away what was put down for a command: a request that was never read must not run later."""
+        """Remove what was written for a command: a request that was never read must not run later."""
         for path in self._files.pop(name, ()):
             with contextlib.suppress(OSError):  # removed with the sandbox, or will be
                 os.unlink(path)  # noqa: PTH108  (for each command, and pathlib is slow)
@@ -262,7 +261,7 @@ class ShellDirectory:
         return self._of_the_session, self._pipes[self._of_the_session]
 
     def finish_output(self, pipes: OutputPipes) -> None:
-        """End the collection of a command's output; what it left behind may go on printing, within bounds."""
+        """End the collection of a command's output. Processes that it left behind may go on printing, within bounds."""
         pipes.finish()
         if len(self._pipes) > MAX_LINGERING_PIPES:
             held = self._of_the_session
@@ -271,7 +270,7 @@ class ShellDirectory:
                 self._pipes.pop(number).close()
 
     def close(self) -> None:
-        """Stop reading every output, and put nothing down any more."""
+        """Stop reading every output, and write no more commands."""
         if self._closed:
             return
         self._closed = True
@@ -281,7 +280,7 @@ class ShellDirectory:
         self._pipes.clear()
 
     def _unused(self) -> int:
-        """The number of pipes that nobody can write to, and that are not the session's."""
+        """The number of pipes that nobody can write to and that are not the session's."""
         held = self._of_the_session
         number = next((number for number, pipes in self._pipes.items() if pipes.free and number != held), None)
         if number is None:
@@ -293,7 +292,7 @@ class ShellDirectory:
         return number
 
     def _rewrite(self, script: bytes) -> None:
-        """Make `script` the next one of the session."""
+        """Make `script` the session's next script."""
         self._check()
         try:
             written = os.pwrite(self._script, script, 0)
@@ -318,7 +317,7 @@ class ShellDirectory:
             raise self._no_room(content, error) from error
 
     def _create(self, name: str) -> int:
-        """A new file for the sandbox to read."""
+        """A new file that the sandbox can read."""
         descriptor = os.open(f"{self._directory}/{name}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         if self._launcher.uid is not None:
             os.fchown(descriptor, self._launcher.uid, self._launcher.uid)

@@ -1,7 +1,4 @@
-"""Reports: what the shell of a sandbox says of itself, read with bounded work whatever is written there.
-
-Keepers: the processes that a sandbox's shell consists of, beside process 1, as the host knows them.
-"""
+"""The processes of a bubblewrap sandbox's shell, and the pipe on which they report."""
 
 from __future__ import annotations
 
@@ -35,11 +32,11 @@ Report = Callable[[bytes, list[int]], None]
 
 
 class ReportReader:
-    """The host's end of the pipe on which a shell reports, a line each.
+    """The host's end of the pipe on which a shell reports, one line per report.
 
-    Any process of the sandbox can write there. So each turn of the event loop takes a bounded number of bytes and of
-    reports, and who writes more than a shell has to say is told off: `flooded` is called, once, and nothing is read
-    after that.
+    Any process of the sandbox can write there. So each turn of the event loop takes a bounded number of bytes and
+    reports.
+    If much more arrives than a shell writes, `flooded` is called once and reading ends.
     """
 
     def __init__(
@@ -48,9 +45,9 @@ class ReportReader:
         """Begin to read.
 
         Args:
-            descriptor: the pipe, which does not block, and is closed by somebody else after `close`.
+            descriptor: the non-blocking pipe. The caller closes it after `close`.
             report: called with the word and the numbers of each report.
-            ended: called when nobody can write there any more.
+            ended: called at the end of the pipe.
             flooded: called when far more was written than a shell writes.
         """
         self._descriptor = descriptor
@@ -58,7 +55,7 @@ class ReportReader:
         self._loop = asyncio.get_running_loop()
         self._allowance = FloodLimiter(_LEAST, per_second=_PER_SECOND, per_request=_PER_REQUEST)
         self._rest = b""  # of a line
-        self._lines: deque[bytes] = deque()  # that were read and not heeded yet
+        self._lines: deque[bytes] = deque()  # read and not dispatched yet
         self._pause: asyncio.TimerHandle | None = None
         self._closed = False
         self._poll = select.poll()
@@ -66,16 +63,16 @@ class ReportReader:
         self._loop.add_reader(descriptor, self._readable)
 
     def add_request(self) -> None:
-        """The shell was asked for something, and will report on it."""
+        """Account for a request, which the shell will report on."""
         self._allowance.add_request()
 
     def look(self) -> None:
-        """Read what there is by now, without waiting for the event loop to notice."""
+        """Read what is there now, without waiting for the event loop."""
         if self._pause is None and not self._closed and self._poll.poll(0):
             self._readable()
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         if self._closed:
             return
         self._closed = True
@@ -113,7 +110,7 @@ class ReportReader:
             self._loop.add_reader(self._descriptor, self._readable)
 
     def _dispatch(self) -> None:
-        """Pass reports on, as many as may be before others get their turn."""
+        """Pass on as many reports as one turn of the event loop allows."""
         lookups = 0
         while self._lines and not self._closed:
             found = _REPORT.search(self._lines[0])
@@ -140,11 +137,12 @@ _REST = 3  # times as long as a look took, until the next one
 
 @dataclass(frozen=True)
 class _PendingReports:
-    """What was reported, and nobody has looked into: process ids inside.
+    """Reported process ids (inside the sandbox) that are not looked up yet.
 
     Args:
-        session: of the session, and the command that the one before had been asked and did not begin.
-        starter: of what starts commands in processes of their own.
+        session: process id of the new session, and the number of the command that was sent to the old session but never
+            started (0: none).
+        starter: process id of the new starter of commands in processes of their own.
     """
 
     session: tuple[int, int] | None = None
@@ -153,13 +151,13 @@ class _PendingReports:
 
 @dataclass(frozen=True)
 class _LookupResult:
-    """What a look has shown: process ids of the host.
+    """The result of a lookup, as process ids of the host.
 
     Args:
-        session: of the session that was reported; None if it is no more.
-        starter: of the starter that was reported; None if it is no more.
-        starter_lived: whether the one before is still there, so that the report is not heeded.
-        alone: the ids inside of the children of process 1, once the starter was reported.
+        session: the reported session; None if it has exited.
+        starter: the reported starter; None if it has exited.
+        starter_lived: whether the previous starter still runs. The report is then ignored.
+        alone: the ids inside of process 1's children, after a starter was reported.
     """
 
     session: int | None
@@ -169,11 +167,13 @@ class _LookupResult:
 
 
 class ShellProcesses:
-    """The session, and the starter of commands that have processes of their own.
+    """The session, and the starter of commands in processes of their own.
 
-    A process says who it is inside. To find it on the host takes a look at each child of process 1, of which there may
-    be thousands, and a process that means ill may say so any number of times. So only the last report of each is looked
-    into; where children are many that is done on another thread, for a small share of its time.
+    A process reports its id inside the sandbox. Finding it on the host means inspecting each child of process 1. There
+    may
+    be thousands, and a hostile process may report any number of times. So only the last report of each kind is looked
+    up.
+    With many children, another thread does it, for a small share of its time.
 
     Attributes:
         session: the host's process id; None while there is none.
@@ -192,11 +192,11 @@ class ShellProcesses:
 
         Args:
             processes: those of the sandbox.
-            launcher: has the other thread.
-            session_began: called when a session is there, with the command that the one before was asked, and did not
-                begin.
-            starter_began: called when a starter has taken the place of one that ended, with the ids inside of the
-                processes that process 1 has now.
+            launcher: provides the other thread.
+            session_began: called when a session is ready, with the number of the command that the previous session was
+                sent and did not start.
+            starter_began: called when a starter has replaced one that ended, with the ids inside of process 1's
+                children.
         """
         self.session: int | None = None
         self.starter: int | None = None
@@ -210,31 +210,31 @@ class ShellProcesses:
 
     @property
     def pids(self) -> set[int]:
-        """The host's ids of those that are there."""
+        """The host's process ids of those that run."""
         return {pid for pid in (self.session, self.starter) if pid is not None}
 
     def children(self, *, of_session: bool) -> frozenset[int]:
-        """The children of process 1, and with them those of the session if they are asked for."""
+        """The children of process 1, and those of the session if requested."""
         found = self._below_first.pids()
         return found | self._below_session.pids() if of_session and self._below_session is not None else found
 
     @property
     def session_lives(self) -> bool:
-        """Whether the session is there, and has not ended."""
+        """Whether the session runs."""
         return self.session is not None and self.session in self._below_first.pids()
 
     def session_reported(self, inside: int, asked: int) -> None:
-        """A session has said that it is ready."""
+        """A session has reported that it is ready."""
         self._said = _PendingReports((inside, asked), self._said.starter)
         self._resolve()
 
     def starter_reported(self, inside: int) -> None:
-        """A starter has said that it is ready."""
+        """A starter has reported that it is ready."""
         self._said = _PendingReports(self._said.session, inside)
         self._resolve()
 
     def session_ended(self) -> None:
-        """The session is no more, nor is one that has just been reported."""
+        """The session has exited, and so has one that was just reported."""
         self.session = None
         self._said = _PendingReports(None, self._said.starter)
         if self._below_session is not None:
@@ -242,7 +242,7 @@ class ShellProcesses:
             self._below_session = None
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop lookups."""
         self._closed = True
         if self._looking is not None:
             self._looking.cancel()
@@ -251,7 +251,7 @@ class ShellProcesses:
             self._below_session.close()
 
     def _resolve(self) -> None:
-        """Find out who has just reported, at once if there are few who it can be."""
+        """Look up the last reports: at once if there are few candidates, else on another thread."""
         if self._looking is not None:
             return  # who looks will go on to this one
         if len(self._below_first.pids()) <= _FEW:
@@ -283,12 +283,14 @@ class ShellProcesses:
         return _LookupResult(session, starter, lived, alone)
 
     def _child(self, inside: int) -> int | None:
-        """The host's id of a child of process 1. Looked for more than once: while others end, one may be left out."""
+        """The host's process id of a child of process 1. It looks more than once: a listing may omit one while others
+        exit.
+        """
         tries = (self._processes.host_pid(inside, self._processes.init_pid) for _ in range(_LOOKS))
         return next((pid for pid in tries if pid is not None), None)
 
     def _apply(self, said: _PendingReports, seen: _LookupResult) -> None:
-        """Take up what a look has shown, as far as nothing else was said meanwhile."""
+        """Apply a lookup's result, unless a newer report has arrived."""
         if self._closed:
             return
         if said.starter is not None and said.starter == self._said.starter:

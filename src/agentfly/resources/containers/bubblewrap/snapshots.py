@@ -1,4 +1,6 @@
-"""Snapshots: private layers of sandboxes, copied while nothing in them moves, to lie below those of other sandboxes."""
+"""SnapshotStore: copies of sandboxes' private layers, made while their processes are stopped, as layers of new
+sandboxes.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class LayerSnapshot:
 
 
 class SnapshotStore:
-    """The snapshots of one launcher. Only its thread sees their mounts, and it calls everything here but `copy_layers`."""
+    """The snapshots of one launcher. Only its thread sees their mounts, and calls all methods but `copy_layers`."""
 
     def __init__(self, home: Path) -> None:
         """Keep them below a directory."""

@@ -1,7 +1,7 @@
-"""Joins the network of a sandbox, and makes sockets there for the process at the other end of its input.
+"""A program that joins the network namespace of a sandbox and makes sockets there for the process at its stdin.
 
-A program of its own, since only a process without other threads may join a user namespace. It needs nothing but the
-standard library, and is told the user to become and the open file that is the network.
+It is a separate program because only a process with one thread may join a user namespace. It needs the standard library
+alone. Its arguments are the uid to switch to and the descriptor of the network namespace.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The few Linux system calls that sandboxes need and Python does not offer: mounts, keyrings, giving up root.
+"""The Linux system calls that sandboxes need and Python lacks: mounts, keyrings, dropping root.
 
-Every function here acts on the calling thread alone. That is what makes them usable inside a process that has other
-things to do: one thread gets a private view of the mounts and gives up root, and the rest of the process is untouched.
+Every function acts on the calling thread alone. So one thread can get a private view of the mounts and drop root, while
+the rest of the process is unchanged.
 """
 
 from __future__ import annotations

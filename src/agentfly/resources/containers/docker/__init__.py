@@ -1,4 +1,4 @@
 """Containers of dockerd and podman.
 
-From the outside in: backend, configuration, sandbox. The shell in them is that of stream_shell.
+From the outside in: backend, container_config, sandbox. Their shell is that of stream_shell.
 """

@@ -1,4 +1,4 @@
-"""Docker and Podman: containers by the API that both engines speak."""
+"""Docker and Podman: containers through the API that both engines implement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a container is configured for a spec, in the words of the engine's API."""
+"""ContainerConfig: a container's configuration for a spec, as the engine's API expects it."""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""Where the service of a container engine listens.
-
-A client of a container engine's service, with a deadline on every call.
-
-What containers of an engine can do on this machine.
-
-Labels: how an engine's containers and images are known to be ours, and whose.
-
-Removal of containers, and of what dead processes left.
-"""
+"""A container engine's service: its address, calls with a deadline, capabilities, labels and removal of containers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""OwnImages: the images that this process has made in an engine. They end with it.
-
-Images of an engine: fetched once, and looked into once.
-
-The files that a sandbox has in memory, as an archive in the image of its fork.
-"""
+"""Images of an engine: pulled, inspected, committed by this process, and snapshots with the files kept in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EngineStream: the stream of a program in a container, as the engine's service passes it on."""
+"""EngineStream: the stream of a program in a container, through the engine's service."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What is tried before enroot is said to work: that it answers, and that namespaces can be made around it.
-
-Enroot: containers of the program that clusters have for unprivileged ones.
-"""
+"""Enroot: containers of the program that clusters offer to unprivileged users, and the trial that probes it."""
 
 from __future__ import annotations
 

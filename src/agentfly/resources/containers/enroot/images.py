@@ -1,4 +1,4 @@
-"""Images of enroot: fetched, packed and unpacked once, for all sandboxes and processes of this user."""
+"""EnrootImage: images of enroot, imported, packed and unpacked once for all sandboxes and processes of this user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Place: the directory on the host that belongs to one sandbox, and what enroot and the sandbox find there."""
+"""EnrootDirectory: the directory on the host that belongs to one enroot sandbox, and the plans of its programs."""
 
 from __future__ import annotations
 

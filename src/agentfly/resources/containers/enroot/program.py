@@ -1,6 +1,5 @@
-"""The program enroot, and the environment that it is run in: nothing of the host's but where programs are.
-
-ProcessStream: a process of this machine as the stream of a program in a sandbox.
+"""The program enroot: its environment, its runs, and ProcessStream, a local process as the stream of a sandbox's
+program.
 """
 
 from __future__ import annotations

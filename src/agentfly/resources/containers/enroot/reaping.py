@@ -1,4 +1,4 @@
-"""Removes what a process that died left of its containers of enroot."""
+"""Removes what a dead process left of its enroot containers."""
 
 from __future__ import annotations
 

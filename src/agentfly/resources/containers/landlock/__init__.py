@@ -1,4 +1,4 @@
 """Sandboxes without namespaces.
 
-They are those of bubblewrap, but for what starts them (launcher) and what confines them (confine).
+They are bubblewrap's, with another launcher (backend) and another confinement (confine).
 """

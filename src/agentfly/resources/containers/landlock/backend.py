@@ -1,8 +1,6 @@
-"""What a sandbox that is confined by Landlock can do, and what it cannot hold.
+"""Landlock: the backend for machines without namespaces, its launcher, and its capabilities.
 
-LandlockLauncher: starts sandboxes that are confined by Landlock, where no namespaces can be made.
-
-Landlock: the backend for machines where no namespaces can be made. Only specs that say so get it.
+Only specs with ``isolation="weak"`` use it.
 """
 
 from __future__ import annotations

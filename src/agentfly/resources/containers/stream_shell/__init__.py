@@ -1,4 +1,4 @@
-"""The shell of a sandbox to which streams alone lead.
+"""The shell of a sandbox that is reachable by streams alone.
 
-On this side: shell, channels, channel. Inside: keeper.sh, which has the others carried out.
+On the host: shell, channels. Inside: the scripts, of which the server dispatches the others.
 """

@@ -1,7 +1,4 @@
-"""Channel: a stream whose outputs serve one command at a time.
-
-Channels: the streams of a shell, of which the keeper's is the first.
-"""
+"""Channel: a stream whose outputs serve one command at a time; ChannelPool: the channels of a shell."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Requests to the keeper of a shell, as bytes.
+"""The protocol of a stream shell: requests to its server, reports from it, and the scripts that run inside.
 
-Reports: what the shell inside says of itself, told apart from what commands print to the same stream.
-
-The scripts that run inside a sandbox, on the side of the shell that is there. They need bash and nothing else.
+The scripts need bash and nothing else.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""StreamShell: the shell of a sandbox that is reached by streams alone.
+"""StreamShell: the shell of a sandbox that is reachable by streams alone.
 
-One stream leads to a keeper inside, which takes requests and starts commands; a session bash runs most of them in
-itself. What a command prints comes out of a stream that is its own meanwhile: of the keeper's, or of another that is
-opened when it is needed, kept, and used by the next. Its end is reported on these outputs too, so nobody waits for
-theirs. A stream that somebody whom a command left behind may still write to serves no other command.
+One stream leads to a server inside, which takes requests and starts commands. A session bash runs most commands in
+itself. Each command has a stream for its output: the server's, or another that is opened on demand and kept. The end of
+a command is reported on these outputs too, so nobody waits for EOF. A stream that a process of an earlier command may
+still write to serves no other command.
 """
 
 from __future__ import annotations

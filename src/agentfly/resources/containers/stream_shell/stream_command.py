@@ -1,4 +1,4 @@
-"""Running: a command on its way through a shell."""
+"""StreamCommand: a command in a stream shell, from request to outcome."""
 
 from __future__ import annotations
 

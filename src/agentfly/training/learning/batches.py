@@ -1,11 +1,4 @@
-"""Scores: what models say of the sampled tokens of a batch before it is learned from.
-
-BatchTokens: what is known of each sampled token of a batch, as tensors, before a model is asked again.
-
-How a batch is divided: mini-batches, each an update of its own, and micro-batches, each a pass through the model.
-
-How learning is told to stop.
-"""
+"""Batches of the learner: model scores, flat tensors of tokens, mini-batches, micro-batches and cancellation."""
 
 from __future__ import annotations
 
@@ -27,15 +20,14 @@ from agentfly.training.rows import Row
 
 @dataclass(frozen=True, repr=False)
 class ModelScores(Brief):
-    """What models say of the sampled tokens of a batch before it is learned from; only what the settings ask for.
+    """Model outputs for the sampled tokens of a batch before the update; None where the settings do not need them.
 
-    Each is one array a row, with one value for each of the row's sampled tokens.
+    Each is a sequence with one array per row and one value per sampled token.
 
     Attributes:
         old_logprobs: log-probs under the trained weights, before the update.
-        values: the critic's value of the state in which each token was chosen, in units of reward.
-        token_rewards: what is added to the reward at each token: the penalty for diverging from the policy before
-            training, where it is taken from the reward.
+        values: the critic's value of the state in which each token was sampled, in units of reward.
+        token_rewards: reward of each token: minus the KL penalty, with ``kl.where=reward``.
     """
 
     old_logprobs: Sequence[Floats] | None = None
@@ -45,17 +37,17 @@ class ModelScores(Brief):
 
 @dataclass(frozen=True)
 class FlatBatch:
-    """All N sampled tokens of a batch, row by row, on the device where it is learned from.
+    """All N sampled tokens of a batch, row by row, on the device of the model.
 
     Attributes:
-        rollout_logprobs: log-probs under which they were sampled; float32 [N].
-        old_logprobs: log-probs that the policy's ratio is taken to; float32 [N].
+        rollout_logprobs: log-probs under which the tokens were sampled; float32 [N].
+        old_logprobs: log-probs in the denominator of the policy's ratio; float32 [N].
         advantages: float32 [N].
         mask: bool, the tokens that count; [N].
-        weights: what rollout correction weighs them by; float32 [N].
-        row: int64, the row of each; [N].
-        starts: for each row, the index of its first token here, and at the end N.
-        indices: int64, the index of each in the tokens that these were taken from; [N].
+        weights: weights of rollout correction; float32 [N].
+        row: int64, the row of each token; [N].
+        starts: index of the first token of each row, followed by N.
+        indices: int64, the index of each token in the batch that it was selected from; [N].
     """
 
     rollout_logprobs: Tensor
@@ -71,29 +63,29 @@ class FlatBatch:
     def from_rows(
         cls, rows: Sequence[Row], advantages: Sequence[Floats], scores: ModelScores, device: torch.device
     ) -> FlatBatch:
-        """The tokens of some rows, all of which count, with weights of 1."""
+        """Return the tokens of some rows. All of them count, with weight 1."""
         counts = [len(row.targets) for row in rows]
-        behaviour = flatten([row.target_logprobs for row in rows], device)
+        rollout = flatten([row.target_logprobs for row in rows], device)
         return cls(
-            rollout_logprobs=behaviour,
-            old_logprobs=behaviour if scores.old_logprobs is None else flatten(scores.old_logprobs, device),
+            rollout_logprobs=rollout,
+            old_logprobs=rollout if scores.old_logprobs is None else flatten(scores.old_logprobs, device),
             advantages=flatten(advantages, device),
-            mask=torch.ones(len(behaviour), dtype=torch.bool, device=device),
-            weights=torch.ones_like(behaviour),
+            mask=torch.ones(len(rollout), dtype=torch.bool, device=device),
+            weights=torch.ones_like(rollout),
             row=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(counts, dtype=torch.int64)).to(device),
             starts=np.cumsum([0, *counts]).tolist(),
-            indices=torch.arange(len(behaviour), device=device),
+            indices=torch.arange(len(rollout), device=device),
         )
 
     def with_rollout_correction(self, config: CorrectionConfig | None) -> tuple[FlatBatch, dict[str, float]]:
-        """The tokens as rollout correction weighs them or leaves them out, with its metrics; as they are without it."""
+        """Return the tokens with weights and mask of rollout correction, and its metrics; unchanged without it."""
         if config is None:
             return self, {}
         correction = correct_rollouts(self.old_logprobs, self.rollout_logprobs, self.mask, self.row, config)
         return replace(self, weights=correction.weights, mask=correction.mask), correction.metrics
 
     def select_rows(self, indices: Sequence[int]) -> FlatBatch:
-        """The tokens of some rows, in that order; rows are counted from 0 again."""
+        """Return the tokens of some rows, in the given order; the rows are renumbered from 0."""
         spans = [torch.arange(self.starts[index], self.starts[index + 1]) for index in indices]
         counts = [len(span) for span in spans]
         where = torch.cat([*spans, torch.zeros(0, dtype=torch.int64)]).to(self.rollout_logprobs.device)
@@ -111,30 +103,30 @@ class FlatBatch:
 
 
 def flatten(arrays: Sequence[Floats | Sequence[float]], device: torch.device) -> Tensor:
-    """Arrays, one a row, as one tensor; float32 [N]."""
+    """Concatenate arrays, one per row, to a tensor; float32 [N]."""
     joined = np.concatenate([np.zeros(0), *arrays]).astype(np.float32)
     return torch.from_numpy(joined).to(device)
 
 
 def split_by_row(values: Tensor, rows: Sequence[Row]) -> list[Floats]:
-    """A tensor of all sampled tokens of some rows [N] as arrays, one a row."""
+    """Split a tensor over the sampled tokens of some rows [N] into arrays, one per row."""
     counts = [len(row.targets) for row in rows]
     return np.split(values.detach().double().cpu().numpy(), np.cumsum(counts)[:-1]) if counts else []
 
 
 def mini_batches(rows: Sequence[Row], count: int, seed: str) -> list[list[int]]:
-    """Rows in parts of whole trajectories, as many in each as in any other, or one more.
+    """Divide rows into mini-batches of whole trajectories, whose numbers of trajectories differ by at most one.
 
-    Which trajectory comes into which part is drawn from the seed; the rows of a part keep their order, so that those
-    that begin alike stay together. There are fewer parts where there are fewer trajectories, and one in any case.
+    The seed determines the assignment. The rows of a part keep their order, so that rows with a common prefix stay
+    together. The number of parts is at most the number of trajectories, and at least one.
 
     Args:
         rows: all rows of a batch.
         count: number of parts.
-        seed: where the draw comes from.
+        seed: seed of the random assignment.
 
     Returns:
-        The parts, each as indices of its rows.
+        The row indices of each part.
     """
     trajectories = list(dict.fromkeys(row.rollout_id for row in rows))
     count = max(1, min(count, len(trajectories)))
@@ -148,12 +140,12 @@ def mini_batches(rows: Sequence[Row], count: int, seed: str) -> list[list[int]]:
 
 
 def micro_batches(rows: Sequence[Row], indices: Sequence[int], tokens: int) -> list[list[int]]:
-    """Consecutive rows in parts of at most ``tokens`` tokens; a longer row is a part of its own.
+    """Divide rows into consecutive parts of at most ``tokens`` tokens; a longer row is a part of its own.
 
     Args:
         rows: all rows of a batch.
         indices: the rows to divide, in order.
-        tokens: number of tokens of a part, at most.
+        tokens: maximum number of tokens of a part.
     """
     parts: list[list[int]] = []
     filled = 0
@@ -167,14 +159,14 @@ def micro_batches(rows: Sequence[Row], indices: Sequence[int], tokens: int) -> l
 
 
 class UpdateCancelled(Exception):
-    """Learning was told to stop, and left the weights as its last whole update had made them."""
+    """The update was cancelled. The weights are those after the last complete optimizer step."""
 
 
 def raise_if_cancelled(stop: threading.Event | None) -> None:
     """Raise if the event is set.
 
     Raises:
-        UpdateStopped: it is.
+        UpdateCancelled: it is.
     """
     if stop is not None and stop.is_set():
         raise UpdateCancelled

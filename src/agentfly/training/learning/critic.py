@@ -1,4 +1,4 @@
-"""Critic: the model of values, which expects from the state in which a token is chosen what is still to come."""
+"""Critic: the value model, which predicts the return from the state in which a token is sampled."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 
 class Critic:
-    """A copy of the policy's decoder with one output, in units of reward, and an optimizer of its own.
+    """A copy of the policy's decoder with a scalar head, in units of reward, and its own optimizer.
 
-    The value that belongs to a sampled token is read one position before it, in the state in which it was chosen: it
-    knows nothing of the choice. Before it has learned, every value is 0.
+    The value of a sampled token is read one position before it, so it does not depend on the token. The head starts at
+    0, so every initial value is 0.
 
     Args:
-        model: the policy's model, with the weights it has before training and without adapters.
+        model: the policy's model with its weights before training, without adapters.
         config: the run's settings.
     """
 
@@ -55,10 +55,10 @@ class Critic:
         )
 
     def score(self, rows: Sequence[Row], stop: threading.Event | None = None) -> list[Floats]:
-        """For each row, the values that belong to its sampled tokens.
+        """Return for each row the values of its sampled tokens.
 
         Raises:
-            UpdateStopped: ``stop`` was set.
+            UpdateCancelled: ``stop`` was set.
         """
         parts = [torch.zeros(0)]
         with torch.no_grad():
@@ -75,17 +75,17 @@ class Critic:
         seed: str,
         stop: threading.Event | None = None,
     ) -> dict[str, float]:
-        """Bring the values nearer to the returns; returns metrics. One update for each mini-batch and epoch.
+        """Train the values towards the returns, with one update per mini-batch and epoch; returns metrics.
 
         Args:
             rows: the rows of a batch.
-            values: what `score` said of them.
-            returns: what it should have said, as the advantages' estimator found.
-            seed: where the draw of mini-batches comes from.
-            stop: when it is set, learning gives up between two micro-batches.
+            values: their values from `score`.
+            returns: the targets from the advantage estimator.
+            seed: seed of the mini-batches.
+            stop: if set, training is cancelled between two micro-batches.
 
         Raises:
-            UpdateStopped: ``stop`` was set.
+            UpdateCancelled: ``stop`` was set.
         """
         tally = MetricAccumulator()
         with self._training_mode():
@@ -100,7 +100,7 @@ class Critic:
         }
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on exactly from here, the critic's weights included."""
+        """Return the state for a checkpoint, including the critic's weights."""
         return {
             "decoder": self._decoder.state_dict(),
             "head": self._head.state_dict(),
@@ -108,7 +108,7 @@ class Critic:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned."""
+        """Restore what `state` returned."""
         self._decoder.load_state_dict(state["decoder"])
         self._head.load_state_dict(state["head"])
         self._optimizer.load_state(state["optimizer"])
@@ -155,9 +155,9 @@ class Critic:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """Share of the variance of returns that values account for: 1 is perfect, 0 no better than their mean, below worse.
+    """Return the fraction of the returns' variance that the values explain: 1 is perfect, 0 no better than their mean.
 
-    0 where all returns are equal but for rounding, of which there is no variance to explain.
+    It is 0 if all returns are equal up to rounding.
     """
     if len(returns) < 2 or nearly_equal(float(returns.min()), float(returns.max())):
         return 0.0

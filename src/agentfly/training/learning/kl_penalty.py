@@ -1,4 +1,4 @@
-"""Penalty: what holds the policy near the one before training, and that policy itself."""
+"""KLPenalty: the KL divergence from the policy before training, with the reference model."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from agentfly.training.rows import Row
 
 
 class KLPenalty:
-    """The divergence from the policy before training (the reference), and how much it counts.
+    """The KL divergence from the policy before training (the reference), and its coefficient.
 
-    Where adapters are trained, the reference is the trained model with the adapters disabled, and takes no memory.
-    Else it is a frozen copy, in the number format of the weights.
+    If adapters are trained, the reference is the trained model with the adapters disabled, and takes no extra memory.
+    Otherwise it is a frozen copy of the model in the same number format.
 
     Args:
-        model: the model that is trained, with the weights, and adapters, that it has before training.
-        config: how the divergence is measured, and where it counts.
-        temperature: divided the logits when the tokens were sampled.
-        adapters: whether it is adapters that are trained.
+        model: the trained model, with its weights and adapters before training.
+        config: estimator, place and coefficient of the penalty.
+        temperature: sampling temperature of the tokens.
+        adapters: whether adapters are trained.
 
     Attributes:
-        coefficient: how much it counts, in reward (or loss) per nat and token.
+        coefficient: the weight of the divergence, in reward (or loss) per nat and token.
     """
 
     def __init__(self, model: PreTrainedModel, config: KLConfig, *, temperature: float, adapters: bool) -> None:
@@ -44,16 +44,16 @@ class KLPenalty:
 
     @property
     def in_reward(self) -> bool:
-        """Whether it is taken from the reward of each token; else it is added to the loss."""
+        """Whether the penalty is subtracted from token rewards; otherwise it is added to the loss."""
         return self._config.where == "reward"
 
     @property
     def needs_logprobs(self) -> bool:
-        """Whether `kl_estimate` and `estimate` look at the reference's log-probs of the sampled tokens."""
+        """Whether `divergence` and `estimate` need the reference's log-probs of the sampled tokens."""
         return self._config.estimator != "full" or self._config.gradient == "k2"
 
     def logprobs(self, rows: Sequence[Row]) -> Tensor:
-        """Log-probs of the sampled tokens of some rows under the reference; [N]."""
+        """Return the log-probs of the sampled tokens of some rows under the reference; [N]."""
         with self._reference_model() as model, torch.no_grad():
             ids, targets = [row.ids for row in rows], [row.targets for row in rows]
             return score_tokens(model, ids, targets, temperature=self._temperature).logprobs
@@ -61,13 +61,13 @@ class KLPenalty:
     def divergence(
         self, rows: Sequence[Row], states: Tensor, logprobs: Tensor, reference: Tensor | None, mask: Tensor
     ) -> Tensor:
-        """The divergence at each sampled token of some rows, with the gradient that the settings ask for; [N].
+        """Return the divergence at each sampled token of some rows, with the configured gradient; [N].
 
         Args:
             rows: the rows.
             states: the trained model's hidden states right before the tokens; [N, hidden].
             logprobs: log-probs of the tokens under the trained model; [N].
-            reference: what `logprobs` says of them, if that is needed; [N].
+            reference: log-probs from `logprobs`, if needed; [N].
             mask: bool, the tokens that count; [N].
         """
         if self._config.estimator == "full":
@@ -81,7 +81,7 @@ class KLPenalty:
         return values
 
     def estimate(self, rows: Sequence[Row], old: Tensor | None, reference: Tensor | None) -> Tensor:
-        """The divergence at each sampled token of some rows, before an update; [N].
+        """Return the divergence at each sampled token of some rows, before an update; [N].
 
         Args:
             rows: the rows.
@@ -96,7 +96,7 @@ class KLPenalty:
         return kl_estimate(self._config.estimator, old, reference, torch.ones_like(old, dtype=torch.bool))
 
     def _full_kl(self, rows: Sequence[Row], states: Tensor) -> Tensor:
-        """Over the whole vocabulary. Logits are made chunk by chunk, and again for the backward pass."""
+        """Return the divergence over the whole vocabulary. Logits are computed in chunks, and again for backward."""
         with self._reference_model() as model, torch.no_grad():
             others = hidden_states_before(model, [row.ids for row in rows], [row.targets for row in rows])
         head, other_head = OutputLayer(self._model), OutputLayer(model)
@@ -114,7 +114,7 @@ class KLPenalty:
 
     @contextmanager
     def _reference_model(self) -> Iterator[PreTrainedModel]:
-        """The model as it was; only inside the block, where nothing else may use the trained one."""
+        """Yield the reference model. Nothing else may use the trained model inside the block."""
         if self._copy is not None:
             yield self._copy
             return

@@ -1,4 +1,4 @@
-"""Learner: what a batch of rows teaches, put into the weights that the policy samples from."""
+"""Learner: updates the policy's weights from batches of rows with advantages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _StepInputs:
-    """What a step learns from, and at what rate; its metrics are gathered in the tally."""
+    """The inputs of one training step, with its accumulated metrics."""
 
     rows: Sequence[Row]
     tokens: FlatBatch
@@ -55,36 +55,36 @@ class _StepInputs:
     stop: threading.Event | None
     tally: MetricAccumulator = field(default_factory=MetricAccumulator)
     own: Tensor = field(init=False)
-    """Log-probs under the weights before the first update, NaN where they were not looked at; float32 [N]."""
+    """Log-probs under the weights before the first update, NaN where not computed; float32 [N]."""
     reference: Tensor = field(init=False)
-    """Log-probs under the policy before training, NaN where they were not looked at yet; float32 [N]."""
+    """Log-probs under the policy before training, NaN where not computed yet; float32 [N]."""
 
     def __post_init__(self) -> None:
         for name in ("own", "reference"):
             object.__setattr__(self, name, torch.full_like(self.tokens.rollout_logprobs, math.nan))
 
     def mismatch(self) -> dict[str, float]:
-        """How far the trainer's log-probs are from those under which the tokens were sampled, where it looked."""
+        """Return mismatch metrics between the trainer's log-probs, where computed, and the rollout log-probs."""
         seen = self.tokens.mask & ~self.own.isnan()
         return mismatch_metrics(self.own, self.tokens.rollout_logprobs, seen, self.tokens.row)
 
 
 class Learner:
-    """Updates a model in place: all its weights, or adapters that it puts into it.
+    """Updates a model in place: all its weights, or new adapters that it injects.
 
-    Made before the weights of a checkpoint are loaded, since the policy before training is what the model is then.
+    Create the learner before loading a checkpoint: it copies the model's current weights as the reference policy.
 
     Args:
         model: the model whose weights the policy samples from.
         config: the run's settings.
-        temperature: divided the logits when the tokens were sampled.
-        needs_critic: whether the advantages are made of a critic's values.
+        temperature: sampling temperature of the tokens.
+        needs_critic: whether the algorithm needs a critic.
 
     Attributes:
-        steps: how many steps have been made, those before a resume included.
+        steps: number of finished steps, including those before a resume.
 
     Raises:
-        ConfigError: the model cannot be trained as the settings say.
+        ConfigError: the model cannot be trained with these settings.
         PrerequisiteError: a package is missing.
     """
 
@@ -117,19 +117,19 @@ class Learner:
 
     @property
     def updates(self) -> int:
-        """How many times this object has changed the policy's weights."""
+        """Number of updates of the policy's weights by this object."""
         return self._optimizer.updates
 
     def score(self, rows: Sequence[Row], stop: threading.Event | None = None) -> ModelScores:
-        """What models say of a batch before it is learned from. Blocks.
+        """Return the model outputs that the update of a batch needs. Blocks.
 
         Args:
-            rows: the rows, those of one group side by side.
-            stop: when it is set, scoring gives up between two micro-batches.
+            rows: the rows; those of one group are consecutive.
+            stop: if set, scoring is cancelled between two micro-batches.
 
         Raises:
-            UpdateStopped: ``stop`` was set.
-            ConfigError: a row holds images, of which the learner's models see but the placeholders.
+            UpdateCancelled: ``stop`` was set.
+            ConfigError: a row contains images, which the learner does not support.
         """
         _require_no_images(rows)
         penalty = self._penalty
@@ -147,21 +147,21 @@ class Learner:
     def learn(
         self, rows: Sequence[Row], advantages: Advantages, scores: ModelScores, stop: threading.Event | None = None
     ) -> dict[str, float]:
-        """Make one step: ``updates_per_step`` times ``mini_batches`` updates. Blocks; returns the step's metrics.
+        """Make one step of ``updates_per_step`` times ``mini_batches`` updates. Blocks; returns the step's metrics.
 
-        A mini-batch that has nothing to teach (no row, or advantages that are all 0 while neither entropy nor
-        divergence counts) is measured, and makes no update.
+        A mini-batch without a learning signal is measured but makes no update. It has no rows, or only zero advantages
+        while the loss has neither an entropy bonus nor a KL penalty.
 
         Args:
-            rows: the rows, those of one group side by side.
-            advantages: how their sampled tokens were judged.
-            scores: what `score` said of the rows.
-            stop: when it is set, the step gives up between two micro-batches.
+            rows: the rows; those of one group are consecutive.
+            advantages: the advantages of their sampled tokens.
+            scores: the result of `score` for the rows.
+            stop: if set, the step is cancelled between two micro-batches.
 
         Raises:
-            UpdateStopped: ``stop`` was set.
-            ConfigError: a row holds images.
-            UsageError: the loss is not one value a token.
+            UpdateCancelled: ``stop`` was set.
+            ConfigError: a row contains images.
+            UsageError: the loss does not return one value per token.
         """
         _require_no_images(rows)
         config, seed = self._config, f"{self._config.seed}/{self.steps}"
@@ -199,7 +199,7 @@ class Learner:
         return made
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the model's weights to go on exactly from here."""
+        """Return the state that an exact resume needs besides the model's weights."""
         return {
             "steps": self.steps,
             "kl_coefficient": None if self._penalty is None else self._penalty.coefficient.value,
@@ -208,7 +208,7 @@ class Learner:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned. The model's weights must have been loaded before."""
+        """Restore what `state` returned. The model's weights must have been loaded before."""
         self.steps = state["steps"]
         if self._penalty is not None:
             self._penalty.coefficient = replace(self._penalty.coefficient, value=state["kl_coefficient"])
@@ -221,7 +221,7 @@ class Learner:
     def _score_in_micro_batches(
         self, rows: Sequence[Row], stop: threading.Event | None, score: Callable[[Sequence[Row]], Tensor]
     ) -> list[Floats]:
-        """One number for each sampled token of the rows, micro-batch by micro-batch, without gradients."""
+        """Apply ``score`` to micro-batches of the rows without gradients; one value per sampled token."""
         parts = [torch.zeros(0)]
         with torch.no_grad():
             for part in micro_batches(rows, range(len(rows)), self._config.micro_batch_tokens):
@@ -240,10 +240,10 @@ class Learner:
         old: Sequence[Floats] | None,
         stop: threading.Event | None,
     ) -> list[Floats]:
-        """What the penalty takes from the reward of each token.
+        """Return minus the KL penalty of each token.
 
-        Both policies score the same micro-batches. So where they have the same weights they round alike, and there is
-        no penalty at all. Recorded log-probs would differ by what the sampler rounds otherwise.
+        Both policies score the same micro-batches, so equal weights give equal roundings and a penalty of exactly 0.
+        The rollout log-probs would add the sampler's rounding differences.
         """
         if penalty.needs_logprobs:
             here = torch.device("cpu")
@@ -258,13 +258,13 @@ class Learner:
 
     @contextmanager
     def _training_mode(self) -> Iterator[None]:
-        """Gradients are gathered; layers compute twice, and adapters drop, where the settings say so."""
+        """Accumulate gradients, with gradient checkpointing and adapter dropout as configured."""
         dropping = adapter_dropout(self._model, self._config.lora, seed=self._config.seed, step=self.steps)
         with self._optimizer.accumulating_gradients(), gradient_checkpointing(self._model), dropping:
             yield
 
     def _rate(self) -> float:
-        """The learning rate of the step at hand."""
+        """Return the learning rate of the current step."""
         config = self._config
         return config.learning_rate * learning_rate_factor(
             self.steps,
@@ -275,7 +275,7 @@ class Learner:
         )
 
     def _update(self, step: _StepInputs, part: Sequence[int], *, measure: bool, fresh: bool) -> None:
-        """One update from the rows of a mini-batch; those that teach nothing are at most measured."""
+        """Make one update from a mini-batch. Rows without a gradient are at most measured."""
         here = step.tokens.select_rows(part)
         aggregation = Aggregation(
             self._config.aggregation,
@@ -301,7 +301,7 @@ class Learner:
             logger.warning("The gradient of step %d is not finite (norm %s); the weights stay.", self.steps + 1, norm)
 
     def _rows_with_gradient(self, step: _StepInputs, part: Sequence[int]) -> dict[int, None]:
-        """The rows of a part that have a gradient: all with sampled tokens, where entropy or divergence count."""
+        """Return the rows with a gradient: all with counted tokens if the loss has an entropy bonus or a KL penalty."""
         if self.steps < self._config.critic.warmup_steps and self._critic is not None:
             return {}
         always = self._config.entropy_coefficient > 0 or self._penalty_in_loss is not None
@@ -316,7 +316,7 @@ class Learner:
     def _micro_batch_loss(
         self, step: _StepInputs, part: Sequence[int], aggregation: Aggregation, *, fresh: bool
     ) -> Tensor:
-        """What some rows add to the loss of a mini-batch."""
+        """Return the contribution of some rows to the loss of a mini-batch."""
         tokens, tally, rows = step.tokens.select_rows(part), step.tally, [step.rows[index] for index in part]
         ids, targets = [row.ids for row in rows], [row.targets for row in rows]
         states = hidden_states_before(self._model, ids, targets)
@@ -327,7 +327,7 @@ class Learner:
         old = self._old_logprobs(step, tokens)
         batch = TokenBatch(scores.logprobs, old, tokens.advantages, tokens.mask, tokens.row, tokens.weights)
         policy = self._loss(batch, self._clip)
-        if policy.loss.shape != scores.logprobs.shape:  # which torch might broadcast to numbers that mean nothing
+        if policy.loss.shape != scores.logprobs.shape:  # torch might broadcast it silently
             raise UsageError(
                 f"The loss {self._config.loss!r} returned the shape {tuple(policy.loss.shape)} for "
                 f"{len(scores.logprobs)} tokens. It has to return one value a token; their mean is taken later, over "
@@ -345,11 +345,11 @@ class Learner:
         return loss
 
     def _clipped_before_update(self, own: Tensor, tokens: FlatBatch) -> Tensor:
-        """Which of the tokens that count are clipped although no update has been made yet; bool [M].
+        """Return which counted tokens are clipped before any update; bool [M].
 
-        Rollout correction takes the ratio from the trainer's own log-probs, of which none is clipped then. In a format
-        of 16 bits that lasts until the first update: a change of any weight makes all log-probs round otherwise. So
-        the distance from the sampler, which rounds otherwise too, says how much is clipped by rounding.
+        With rollout correction, the ratio refers to the trainer's own log-probs, so nothing is clipped yet. In a 16-bit
+        format this ends with the first update, because any changed weight changes the rounding of all log-probs. The
+        distance from the rollout log-probs then shows how much is clipped by rounding.
         """
         corrected = self._config.correction is not None and self._model.dtype == torch.float32
         old = own if corrected else tokens.rollout_logprobs
@@ -357,32 +357,31 @@ class Learner:
         return self._loss(batch, self._clip).clipped[tokens.mask]
 
     def _old_logprobs(self, step: _StepInputs, tokens: FlatBatch) -> Tensor:
-        """Log-probs that the ratio of some tokens is taken to; [N].
+        """Return the log-probs in the denominator of the ratio; [N].
 
-        With rollout correction they are the trainer's before the update: those of the pass at hand, where no update has
-        been made yet, so that the ratio is exactly 1 whatever the number format rounds.
+        With rollout correction these are the trainer's log-probs before the update. Before the first update, those of
+        the current pass are used, so that the ratio is exactly 1 in any number format.
         """
         if self._config.correction is None:
             return tokens.old_logprobs
         own = step.own[tokens.indices]
         return own.where(~own.isnan(), tokens.old_logprobs)
 
-    def _reference_logprobs(self, step: _StepInputs, places: Tensor, rows: Sequence[Row]) -> Tensor:
-        """Log-probs of the tokens of some rows under the policy before training, made once a step; [N].
+    def _reference_logprobs(self, step: _StepInputs, indices: Tensor, rows: Sequence[Row]) -> Tensor:
+        """Return the log-probs of some rows' tokens under the reference, computed once per step; [N].
 
-        They are made of the micro-batch that the policy itself is asked about. So where the two have the same weights
-        they round alike, and nothing pulls.
+        Reference and policy score the same micro-batch, so equal weights give equal roundings and no gradient.
         """
         assert self._penalty is not None
-        if bool(step.reference[places].isnan().any()):
-            step.reference[places] = self._penalty.logprobs(rows)
-        return step.reference[places]
+        if bool(step.reference[indices].isnan().any()):
+            step.reference[indices] = self._penalty.logprobs(rows)
+        return step.reference[indices]
 
 
 def _require_no_images(rows: Sequence[Row]) -> None:
     for row in rows:
         if row.images:
             raise ConfigError(
-                f"Rollout {row.rollout_id} holds {row.images[0].image.label}, and the learner trains language models "
-                "without eyes: it would train on placeholders of pixels that nobody saw. Train without images."
+                f"Rollout {row.rollout_id} contains {row.images[0].image.label}, but the learner trains text-only "
+                "models and would train on placeholders. Train without images."
             )

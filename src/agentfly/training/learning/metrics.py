@@ -1,7 +1,4 @@
-"""Tally: means and maxima over the tokens of a batch, gathered micro-batch by micro-batch.
-
-What an update says of the policy, by the names the field uses.
-"""
+"""MetricAccumulator: means and maxima over the tokens of a batch, and the policy metrics of an update."""
 
 from __future__ import annotations
 
@@ -13,25 +10,25 @@ from agentfly.training.losses.kl import k3_estimate
 
 
 class MetricAccumulator:
-    """Gathers metrics. What is not finite is left out, so that every metric is finite."""
+    """Accumulates metrics over micro-batches. Values that are not finite are ignored, so every metric is finite."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, int]] = {}
         self._maxima: dict[str, float] = {}
 
     def add_mean(self, name: str, values: Tensor) -> None:
-        """Count values towards a mean."""
+        """Add values to a mean."""
         numbers = _finite(values)
         total, count = self._sums.get(name, (0.0, 0))
         self._sums[name] = (total + float(numbers.sum()), count + len(numbers))
 
     def add_max(self, name: str, values: Tensor) -> None:
-        """Count values, none of them negative, towards a maximum."""
+        """Add nonnegative values to a maximum."""
         numbers = _finite(values)
         self._maxima[name] = max(self._maxima.get(name, 0.0), float(numbers.max()) if len(numbers) else 0.0)
 
     def metrics(self) -> dict[str, float]:
-        """Every mean and maximum by name; 0 where there was no finite value."""
+        """Return every mean and maximum by name; 0 if there was no finite value."""
         return {name: total / count if count else 0.0 for name, (total, count) in self._sums.items()} | self._maxima
 
 
@@ -43,13 +40,13 @@ def _finite(values: Tensor) -> Tensor:
 def accumulate_policy_metrics(
     tally: MetricAccumulator, batch: TokenBatch, policy: TokenLoss, entropy: Tensor, clip: ClipRange
 ) -> None:
-    """Count some tokens of an update towards its metrics; those that do not count are left out.
+    """Add the counted tokens of a micro-batch to the metrics of an update.
 
     Args:
-        tally: where they are counted.
+        tally: accumulates the metrics.
         batch: the tokens.
-        policy: what the loss made of them.
-        entropy: of the distribution each was chosen from, in nats; [N].
+        policy: their policy loss.
+        entropy: entropy of the distribution that each token was sampled from, in nats; [N].
         clip: the bounds of the loss.
     """
     mask = batch.mask

@@ -1,7 +1,4 @@
-"""Optimizer: AdamW over weights in any number format.
-
-The learning rate of a step: a pure function of its number.
-"""
+"""Optimizer: AdamW with float32 master weights, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -18,21 +15,20 @@ from torch.nn import Parameter
 class Optimizer:
     """Updates weights in place by AdamW.
 
-    Weights in a 16-bit format are updated through a copy in 32 bits, which also gathers the gradients: updates that
-    are smaller than the format's steps add up instead of getting lost. Gradients are gathered while they are computed,
-    weight by weight, so that no two copies of all of them exist at a time. Weight decay takes matrices alone: it would
-    pull the scales of norms away from 1.
+    Weights in a 16-bit format have float32 master copies, so that updates smaller than the format's precision add up.
+    Gradients are accumulated in float32 one weight at a time, so only one full set exists. Weight decay applies to
+    matrices only; norm scales and biases are excluded.
 
     Args:
-        weights: what to update.
-        betas: decay of the means of gradients and of their squares: beta 1 and beta 2.
+        weights: the weights to update.
+        betas: decay rates of the means of gradients and of squared gradients: beta 1 and beta 2.
         epsilon: added to the root of the mean of squares.
         weight_decay: decoupled weight decay, per update and unit of learning rate.
-        max_grad_norm: the gradient's Euclidean norm is scaled down to this.
+        max_grad_norm: maximum Euclidean norm of the gradient, which is scaled down to it.
 
     Attributes:
-        updates: how many times the weights have been changed by this object.
-        skipped: how many updates were left out, because the gradient was not finite.
+        updates: number of updates of the weights by this object.
+        skipped: number of updates skipped because the gradient was not finite.
     """
 
     def __init__(
@@ -61,7 +57,7 @@ class Optimizer:
 
     @contextmanager
     def accumulating_gradients(self) -> Iterator[None]:
-        """Gather the gradients of all backward passes in the block, for `update`; forget them at its end."""
+        """Accumulate the gradients of all backward passes in the block for `step`; drop them at its end."""
         copied = [(master, weight) for master, weight in self._pairs() if master is not weight]
         hooks = [
             weight.register_post_accumulate_grad_hook(_accumulate_into(master))  # type: ignore[no-untyped-call]
@@ -75,13 +71,13 @@ class Optimizer:
             self._zero_grad()
 
     def step(self, rate: float) -> float:
-        """Step along the gathered gradient, and forget it. One that is not finite leaves everything as it was.
+        """Make an update from the accumulated gradient and reset it. A gradient that is not finite changes nothing.
 
         Args:
             rate: the learning rate.
 
         Returns:
-            The gradient's norm before it was scaled down.
+            The norm of the gradient before clipping.
         """
         norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._max_grad_norm))
         if math.isfinite(norm):
@@ -99,12 +95,12 @@ class Optimizer:
         return norm
 
     def state(self) -> dict[str, Any]:
-        """What is needed beside the weights to go on exactly from here."""
+        """Return the state that an exact resume needs besides the weights."""
         copies = [None if master is weight else master.detach() for master, weight in self._pairs()]
         return {"adamw": self._adamw.state_dict(), "masters": copies}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned. The weights must have been loaded before."""
+        """Restore what `state` returned. The weights must have been loaded before."""
         self._adamw.load_state_dict(state["adamw"])
         with torch.no_grad():
             for (master, weight), saved in zip(self._pairs(), state["masters"], strict=True):
@@ -120,7 +116,7 @@ class Optimizer:
 
 
 def _accumulate_into(master: Parameter) -> Any:
-    """What is called with a weight when its gradient is there: adds it to the master's, and lets go of it."""
+    """Return a hook that adds a weight's gradient to the master's gradient and frees it."""
 
     def gather(weight: Tensor) -> None:
         assert weight.grad is not None
@@ -135,17 +131,17 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 
 def learning_rate_factor(step: int, *, steps: int, warmup: int, schedule: Schedule, final_share: float = 0.0) -> float:
-    """Share of the full learning rate in a step: it rises over the warm-up, then follows the schedule.
+    """Return the factor on the learning rate in a step.
 
-    In the warm-up of W steps, step s has ``(s + 1) / W``. After it, what is left of the way to ``steps`` takes it down
-    to ``final_share``, in a line or along half a cosine, where it would be in the step after the last.
+    In a warm-up of W steps, step s has the factor ``(s + 1) / W``. Then the factor stays 1, or falls linearly or along
+    half a cosine to ``final_share``, which it would reach in the step after the last.
 
     Args:
         step: number of the step, from 0.
         steps: number of steps of the run.
-        warmup: number of steps over which the rate rises.
-        schedule: how it falls after them.
-        final_share: where it falls to.
+        warmup: number of warm-up steps.
+        schedule: shape of the schedule after the warm-up.
+        final_share: the final factor.
     """
     if step < warmup:
         return (step + 1) / warmup

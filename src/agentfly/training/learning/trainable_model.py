@@ -1,7 +1,4 @@
-"""Low-rank adapters of peft, put into a model in place, so that whoever samples from it samples with them.
-
-Activation checkpointing (gradient checkpointing): activations are computed twice in place of being kept.
-"""
+"""Preparation of a model for training: LoRA adapters, injected in place, and gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ from agentfly.training.config.groups import LoRAConfig
 
 
 def trainable_weights(model: PreTrainedModel, lora: LoRAConfig | None, *, seed: int) -> list[Parameter]:
-    """The weights that are to learn: those of fresh adapters, or without a configuration of any all of the model's.
+    """Return the weights to train: those of new adapters, or all weights of the model without ``lora``.
 
     Raises:
-        PrerequisiteError, ConfigError: as of `add_adapters`.
+        PrerequisiteError, ConfigError: see `add_adapters`.
     """
     if lora is None:
         model.requires_grad_()
@@ -34,17 +31,16 @@ def trainable_weights(model: PreTrainedModel, lora: LoRAConfig | None, *, seed: 
 
 
 def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> None:
-    """Put fresh adapters into a model, and have nothing else of it learn. Untrained they change no number.
+    """Inject new adapters into a model and freeze its own weights. New adapters do not change the model's outputs.
 
     Args:
-        model: the model; it stays the same object.
-        config: rank, scale and places of the adapters.
-        seed: where their first weights are drawn from.
+        model: the model, which is changed in place.
+        config: rank, scale and target modules of the adapters.
+        seed: seed of the initial weights.
 
     Raises:
         PrerequisiteError: peft is not installed.
-        ConfigError: the model has no such modules, has adapters already, or would have one on a weight that two layers
-            share.
+        ConfigError: the model has no such modules, already has adapters, or would have one on a tied weight.
     """
     reject_adapted_model(model)
     try:
@@ -75,10 +71,10 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> No
 
 
 def _reject_tied_weights(model: PreTrainedModel, config: LoRAConfig) -> None:
-    """Raise if an adapter is on a weight that another layer has too: merged, it would change that one besides.
+    """Raise if an adapter is on a weight that another layer shares: merging would change that layer too.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: there is such an adapter.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -98,7 +94,7 @@ def _reject_tied_weights(model: PreTrainedModel, config: LoRAConfig) -> None:
 
 
 def reject_adapted_model(model: PreTrainedModel) -> None:
-    """Refuse to train a model that has adapters of an earlier run: only they, or only what is below, would be saved.
+    """Reject a model with adapters of an earlier run: a checkpoint could contain only these or only the base weights.
 
     Raises:
         ConfigError: the model has adapters.
@@ -112,7 +108,7 @@ def reject_adapted_model(model: PreTrainedModel) -> None:
 
 @contextmanager
 def adapters_disabled(model: PreTrainedModel) -> Iterator[None]:
-    """In the block the model computes as if it had no adapters."""
+    """Disable the model's adapters in the block."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -127,12 +123,12 @@ def adapters_disabled(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def adapter_dropout(model: PreTrainedModel, lora: LoRAConfig | None, *, seed: int, step: int) -> Iterator[None]:
-    """In the block the inputs of adapters are dropped at random; dropout of the model itself stays off.
+    """Enable dropout of the adapters' inputs in the block; dropout of the model itself stays off.
 
     Args:
         model: a model with the adapters of ``lora``.
-        lora: says how much is dropped; without adapters, or at a rate of 0, nothing is, and nothing is drawn.
-        seed, step: what is dropped follows from these two, and whoever draws numbers elsewhere draws the same.
+        lora: the dropout rate; without adapters or at rate 0, this does nothing.
+        seed, step: determine what is dropped. Other random number generators are not affected.
     """
     if lora is None or not lora.dropout:
         yield
@@ -154,10 +150,10 @@ def adapter_dropout(model: PreTrainedModel, lora: LoRAConfig | None, *, seed: in
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Have each layer of a model be able to compute its activations again, which `gradient_checkpointing` makes it do.
+    """Prepare the layers of a model for recomputing activations, which `gradient_checkpointing` activates.
 
     Raises:
-        ConfigError: the model's class cannot do that.
+        ConfigError: the model's class does not support it.
     """
     how = {"use_reentrant": False}
     try:
@@ -171,9 +167,9 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
 
 @contextmanager
 def gradient_checkpointing(model: nn.Module) -> Iterator[None]:
-    """In the block, layers that can do so keep no activations, while what they are made of stays as for sampling.
+    """Recompute activations instead of keeping them in the block.
 
-    Transformers' layers do it in training mode only, which would turn on dropout too if their parts were in it.
+    Transformers' layers do this in training mode only. Their submodules stay in evaluation mode, so dropout stays off.
     """
     layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     for layer in layers:

@@ -54,9 +54,9 @@ def gspo(batch: TokenBatch, clip: ClipRange) -> TokenLoss:
     """Return the clipped surrogate of the row's ratio, the geometric mean over its tokens.
 
     Each token has the value of its row's ratio, and the gradient of its own log-prob times the ratio. With one
-    advantage per row and ``sequence_token_mean`` this has the value and gradient of GSPO; with advantages that differ within a
-    row it is GSPO-token. Row ratios stay close to 1, so the bounds must be much narrower than for tokens: the paper
-    uses 0.0003 below and 0.0004 above.
+    advantage per row and ``sequence_token_mean`` this has the value and gradient of GSPO; with advantages that differ
+    within a row it is GSPO-token. Row ratios stay close to 1, so the bounds must be much narrower than for tokens: the
+    paper uses 0.0003 below and 0.0004 above.
 
     Source: GSPO, https://arxiv.org/abs/2507.18071, equations 5, 7 and 13.
     """

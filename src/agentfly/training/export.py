@@ -1,4 +1,4 @@
-"""export: a run's model for other programs, as a Hugging Face directory that is proved to say the same."""
+"""export: writes a run's model as a Hugging Face directory, and verifies its log-probs."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 _PROBE_TOKENS = 48
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
-"""How far a log-prob of the probe may move, by the number format that the weights are written in."""
+"""Tolerance of the probe's log-probs, by the number format of the written weights."""
 
 
 class ExportMismatch(PrerequisiteError):
-    """What was written says something else than the checkpoint; it was removed again."""
+    """The exported model gives other log-probs than the checkpoint. It was removed."""
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """A model that was exported.
+    """An exported model.
 
     Attributes:
         path: its directory.
-        source: the checkpoint that it is of.
-        adapter: whether it is an adapter alone, to be loaded on top of ``base``.
-        base: the model that the adapter belongs to; None where the directory holds a whole model.
-        difference: the largest difference between log-probs of the checkpoint and of what was written, on a probe.
+        source: the exported checkpoint.
+        adapter: whether the directory contains only an adapter for ``base``.
+        base: base model of the adapter; None if the directory contains a complete model.
+        difference: the largest difference between log-probs of checkpoint and exported model on a probe, in nats.
     """
 
     path: Path
@@ -106,7 +106,7 @@ def export(
 
 
 def _checkpoint(source: Path, step: int | None) -> Path:
-    """The directory of the model that is meant.
+    """Return the directory of the model to export.
 
     Raises:
         ConfigError: there is none.
@@ -127,7 +127,7 @@ def _checkpoint(source: Path, step: int | None) -> Path:
 
 
 def _written_dtype(dtype: DType, weights: Path) -> torch.dtype:
-    """The number format that is asked for, or that of the weights as they lie there."""
+    """Return the requested number format, or that of the stored weights."""
     if dtype != "auto":
         return choose_dtype(dtype, torch.device("cpu"))
     from transformers import AutoConfig
@@ -143,7 +143,7 @@ def _logprobs(model: PreTrainedModel) -> torch.Tensor:
 
 
 def _adapted_logprobs(base: Path, adapter: Path) -> torch.Tensor:
-    """Log-probs of the probe with the adapter loaded as a user of peft would."""
+    """Return the log-probs of the probe with the adapter loaded by peft."""
     from peft import PeftModel
 
     model = load_model(base, torch.device("cpu"), torch.float32)
@@ -153,7 +153,7 @@ def _adapted_logprobs(base: Path, adapter: Path) -> torch.Tensor:
 
 @contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
-    """A directory to write to, which becomes ``target`` when the block ends well, and is gone otherwise."""
+    """Yield a draft directory, which becomes ``target`` if the block succeeds and is removed otherwise."""
     draft = target.with_name(f".unfinished-{target.name}")
     try:
         shutil.rmtree(draft, ignore_errors=True)

@@ -1,7 +1,4 @@
-"""Names that other frameworks have for settings of training and warm starts, and what they are called here.
-
-Settings: the base of every group of training settings. Frozen, typed, and strict about names.
-"""
+"""BaseConfig: the base of all groups of training settings, with the synonyms of other frameworks."""
 
 from __future__ import annotations
 
@@ -136,12 +133,12 @@ SFT_SETTING_HINTS: Mapping[str, str] = {
 def resolve_synonyms(
     values: Mapping[str, Any], known: Mapping[str, Any], synonyms: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Settings under the names that they have here.
+    """Return settings under their canonical names.
 
     Args:
         values: settings as a user wrote them; groups are mappings.
-        known: the names that there are.
-        synonyms: the settings by what they are called elsewhere.
+        known: the canonical names.
+        synonyms: canonical names by synonym.
 
     Returns:
         The settings, and what was renamed: the name here by the name that was written. A name is left as it is where
@@ -193,7 +190,7 @@ _log = logging.getLogger("agentfly")
 
 
 class BaseConfig(BaseModel):
-    """A group of settings that says what is wrong with a value in its own words.
+    """A frozen group of settings with strict names and its own error messages.
 
     Raises:
         ConfigError: a setting is unknown (the message has the nearest name), out of its range, or contradicts another.

@@ -1,17 +1,4 @@
-"""AdvantageConfig: what the estimators of advantages can be told.
-
-CorrectionConfig: what is done about tokens that were sampled by slightly other weights or kernels.
-
-CriticConfig: the model of values that ``gae`` needs.
-
-EarlyStopConfig: when a run has seen enough.
-
-KLConfig: how far the policy may go from the one before training.
-
-LoRAConfig: training adapters in place of all weights.
-
-DynamicSamplingConfig and OverlongConfig: what DAPO does about groups that teach nothing and answers without end.
-"""
+"""The groups of training settings: advantages, rollout correction, critic, early stopping, KL, LoRA and DAPO."""
 
 from __future__ import annotations
 

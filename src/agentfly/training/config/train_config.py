@@ -1,7 +1,4 @@
-"""Settings that nothing would read: refused, so that no run differs from what its configuration seems to say.
-
-TrainConfig: every setting of a training run.
-"""
+"""TrainConfig: all settings of a training run. Settings without an effect are rejected."""
 
 from __future__ import annotations
 
@@ -29,14 +26,14 @@ from agentfly.training.losses import LOSSES, PolicyLoss
 from agentfly.training.trackers import TRACKERS
 
 LOSS_SETTINGS = ("clip_low", "clip_high", "clip_dual")
-"""The settings that a loss is handed; those below ``advantage`` are what an algorithm is handed."""
+"""The settings that a loss receives. An algorithm receives those below ``advantage``."""
 
 
 def reject_unused_settings(config: TrainConfig) -> None:
-    """Raise if a setting has another value than its default and the other settings leave it without any use.
+    """Raise if a setting differs from its default but has no effect with the other settings.
 
     Raises:
-        ConfigError: there is such a setting. The message says what would use it, or do what it was meant to do.
+        ConfigError: there is such a setting. The message names an alternative.
     """
     unused = {**_unused_by_algorithm(config), **_unused_by_loss(config), **_unused_by_other_settings(config)}
     complaints = [
@@ -47,7 +44,7 @@ def reject_unused_settings(config: TrainConfig) -> None:
 
 
 def changed_settings(settings: BaseConfig, within: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings that have another value than their default. Those of groups that are always there follow theirs."""
+    """Yield the settings that differ from their defaults, including those of groups with a default."""
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
         if value != field.default:
@@ -57,7 +54,7 @@ def changed_settings(settings: BaseConfig, within: str = "") -> Iterator[tuple[s
 
 
 def _unused_by_algorithm(config: TrainConfig) -> dict[str, str]:
-    """What the algorithm does not read, and what to do instead."""
+    """Return the settings that the algorithm does not read, with alternatives."""
     name, algorithm = config.algorithm, config.chosen_algorithm
     unused = {}
     for setting in type(config.advantage).model_fields:
@@ -76,7 +73,7 @@ def _unused_by_algorithm(config: TrainConfig) -> dict[str, str]:
 
 
 def _unused_by_loss(config: TrainConfig) -> dict[str, str]:
-    """What the loss does not read, and what to do instead."""
+    """Return the settings that the loss does not read, with alternatives."""
     return {
         setting: f"loss={config.loss} does not use it. "
         + _suggest(other for other in LOSSES if setting in LOSSES[other].uses)
@@ -86,7 +83,7 @@ def _unused_by_loss(config: TrainConfig) -> dict[str, str]:
 
 
 def _unused_by_other_settings(config: TrainConfig) -> dict[str, str]:
-    """What another setting leaves without use, and what to do instead."""
+    """Return the settings that other settings make ineffective, with alternatives."""
     unused = {}
     if config.advantage.anchor_match == "exact":
         unused["advantage.anchor_similarity"] = (
@@ -118,7 +115,7 @@ def _suggest(users: Iterator[str]) -> str:
 
 
 def _as_written(value: Any) -> str:
-    """A value as it is written in a file."""
+    """Return a value as it is written in a configuration file."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

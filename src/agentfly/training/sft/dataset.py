@@ -1,4 +1,4 @@
-"""Examples: the rows of trajectories that won, of whichever model, as the model that is to learn reads them."""
+"""SFTDataset: training rows of successful trajectories, from the sampled ids or rendered for the model to train."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Data = Iterable[Trajectory] | Sequence[Path | str] | Path | str
 
 @dataclass(frozen=True)
 class SFTDataset:
-    """What is learned from.
+    """The data of a supervised warm start.
 
     Attributes:
-        rows: the rows to learn from.
-        held_out: rows of other tasks, which are only scored.
-        sampled, rendered: number of trajectories whose own ids are taken, and of those that were rendered.
-        excluded: how many trajectories are in no row, by cause: ``infrastructure``, ``cancelled``, ``unscored``,
+        rows: the training rows.
+        held_out: rows of other tasks, for evaluation only.
+        sampled, rendered: numbers of trajectories with sampled ids, and of rendered trajectories.
+        excluded: number of trajectories without a row, by cause: ``infrastructure``, ``cancelled``, ``unscored``,
             ``low_reward``, ``beyond_max_per_task``, ``repeated`` (all their rows are there already), ``no_tokens``
             (under ``tokens=sampled``: no ids of this model), ``no_turns``, ``images``, ``too_long``,
             ``other_call_format``.
@@ -44,7 +44,7 @@ class SFTDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Tells these rows from any others."""
+        """A hash of all rows."""
         digest = hashlib.sha256()
         for part in (self.rows, self.held_out):
             for row in part:
@@ -54,10 +54,10 @@ class SFTDataset:
 
 
 def load_data(data: Data) -> list[Trajectory]:
-    """The trajectories that are named, or given.
+    """Return the given trajectories, or load them from the given paths.
 
     Raises:
-        ConfigError: a path is not there or holds none.
+        ConfigError: a path does not exist or contains no trajectories.
     """
     if isinstance(data, (str, Path)):
         data = [data]
@@ -67,17 +67,17 @@ def load_data(data: Data) -> list[Trajectory]:
 def build_dataset(
     trajectories: Iterable[Trajectory], agent: Agent, tokenizer: Tokenizer, config: SFTConfig, *, max_tokens: int
 ) -> SFTDataset:
-    """Choose the trajectories that won, and make rows of them with the masks that training by reward has.
+    """Select successful trajectories and make rows with the same loss masks as in reinforcement learning.
 
     Args:
-        trajectories: all there are.
-        agent: the agent, with the model that is to learn; renders conversations that have no ids of that model.
-        tokenizer: the model's.
-        config: which are chosen, and how.
-        max_tokens: the most tokens that a row may hold.
+        trajectories: all trajectories.
+        agent: the agent with the model to train; renders conversations without ids of that model.
+        tokenizer: the model's tokenizer.
+        config: the settings.
+        max_tokens: maximum number of tokens of a row.
 
     Raises:
-        ConfigError: nothing is left to learn from; the message has the causes.
+        ConfigError: no row is left; the message has the causes.
     """
     left_out: Counter[str] = Counter()
     counts: Counter[str] = Counter()
@@ -114,7 +114,7 @@ def build_dataset(
 
 
 class _RowReader:
-    """Makes the rows of single trajectories; the chat format is settled only if one must be rendered."""
+    """Makes the rows of single trajectories. The renderer is created when the first trajectory needs it."""
 
     def __init__(self, agent: Agent, tokenizer: Tokenizer, config: SFTConfig, max_tokens: int) -> None:
         self._agent = agent
@@ -124,10 +124,10 @@ class _RowReader:
         self._renderer: TrajectoryRenderer | None = None
 
     def read(self, trajectory: Trajectory) -> tuple[str, list[Row]]:
-        """Which ids were taken, ``sampled`` or ``rendered``, and the rows.
+        """Return the source of the ids, ``sampled`` or ``rendered``, and the rows.
 
         Raises:
-            NotRendered: there are none.
+            CannotRender: the trajectory gives no rows.
         """
         wanted = self._config.tokens
         if wanted != "rendered" and _matches_tokenizer(trajectory, self._tokenizer):
@@ -184,7 +184,7 @@ def _select_trajectories(
 
 
 def _matches_tokenizer(trajectory: Trajectory, tokenizer: Tokenizer) -> bool:
-    """Whether the trajectory has ids for all its turns, all of tokens, that spell its text in this tokenizer."""
+    """Return whether the trajectory has ids for all its turns, and this tokenizer decodes them to the turns' texts."""
     own = [turn for turn in trajectory.turns if not turn.policy]
     if not own or not trajectory.has_tokens or not any(one.sampled_count for one in trajectory.own_sequences):
         return False
@@ -198,7 +198,7 @@ def _matches_tokenizer(trajectory: Trajectory, tokenizer: Tokenizer) -> bool:
 
 
 def _held_out(rows: Mapping[str, object], config: SFTConfig) -> set[str]:
-    """The tasks that are held out: a share of them, whichever order they come in; never all."""
+    """Return the held-out tasks: a fraction of all tasks, independent of their order, and never all."""
     count = min(round(config.held_out_share * len(rows)), len(rows) - 1)
     drawn = sorted(rows, key=lambda task: hashlib.sha256(f"{config.seed}/{task}".encode()).digest())
     return set(drawn[:count])

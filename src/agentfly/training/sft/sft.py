@@ -1,4 +1,4 @@
-"""sft: the one call of a supervised warm start, from code without an event loop."""
+"""sft: runs a supervised warm start from synchronous code."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def sft(
     events: EventStream | None = None,
     **settings: Any,
 ) -> SFTResult:
-    """Teach an agent's model to say what was said in trajectories that won.
+    """Fine-tune an agent's model on successful trajectories.
 
-    The trajectories may be the model's own, whose sampled ids are learned as they are, or those of an oracle or of any
-    other model, whose conversations are rendered in the chat format of the agent's model. The loss is exactly on the
-    agent's own turns. Blocks until the run has ended; Ctrl-C stops it, and ``resume=True`` goes on with it.
+    The model's own trajectories are learned with their sampled ids. Trajectories of an oracle or another model are
+    rendered in the chat format of the agent's model. The loss covers exactly the agent's own turns. Blocks until the
+    run ends; Ctrl-C stops it, and ``resume=True`` resumes it.
 
     Args:
-        agent: the agent; its model is the one that learns.
-        data: trajectories, or directories of runs and files of trajectories.
-        run_dir: the run's directory; one named after the time, under ``runs``, if not given.
-        resume: go on from the last checkpoint in ``run_dir``.
-        progress: whether to show the run's progress on standard error.
-        events: where events go.
-        settings: the fields of `SFTConfig`: ``min_reward``, ``epochs``, ``learning_rate``, …
+        agent: the agent, whose model is trained.
+        data: trajectories, or paths of run directories and trajectory files.
+        run_dir: the run's directory; by default a new one under ``runs``, named after the time.
+        resume: resume from the last checkpoint in ``run_dir``.
+        progress: whether to show progress on standard error.
+        events: receives the run's events.
+        settings: the fields of `SFTConfig`, such as ``min_reward``, ``epochs`` and ``learning_rate``.
 
     Raises:
-        ConfigError: a setting is unknown, there is nothing to learn from, or the run cannot be gone on with.
-        PrerequisiteError: the model cannot be had.
+        ConfigError: a setting is unknown, there is no training data, or the run cannot be resumed.
+        PrerequisiteError: the model is not available.
     """
     SFTConfig.refuse_misspelled(sft, settings)
     config = SFTConfig(**settings)

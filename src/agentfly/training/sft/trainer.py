@@ -1,7 +1,4 @@
-"""SupervisedLearner: what rows say, put into a model's weights by maximum likelihood of their sampled tokens.
-
-SupervisedTrainer: a supervised warm start from its first update to its last checkpoint.
-"""
+"""SFTTrainer: the supervised warm start by maximum likelihood, with evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -62,21 +59,21 @@ _EPSILON = 1e-8
 
 
 class SFTLearner:
-    """Updates a model in place: all its weights, or adapters that it puts into it.
+    """Updates a model in place: all its weights, or new adapters that it injects.
 
-    The loss of an update is the mean, over all sampled tokens of its rows, of minus the token's log-prob at temperature
-    1. What was rendered around them is read and not learned.
+    The loss of an update is the mean negative log-prob of the rows' sampled tokens at temperature 1. Other tokens are
+    context without loss.
 
     Args:
         model: the model.
         config: the settings.
-        updates: number of updates that the whole run makes, which the schedule goes by.
+        updates: total number of updates of the run, for the schedule.
 
     Attributes:
-        updates_done: how many updates were made, those before a resume included.
+        updates_done: number of updates, including those before a resume.
 
     Raises:
-        ConfigError: the model cannot be trained as the settings say.
+        ConfigError: the model cannot be trained with these settings.
         PrerequisiteError: a package is missing.
     """
 
@@ -148,7 +145,7 @@ class SFTLearner:
 
     @contextmanager
     def _learning(self) -> Iterator[None]:
-        """Gradients are gathered; layers compute twice, and adapters drop, where the settings say so."""
+        """Accumulate gradients, with gradient checkpointing and adapter dropout as configured."""
         dropping = adapter_dropout(self._model, self._config.lora, seed=self._config.seed, step=self.updates_done)
         with self._optimizer.accumulating_gradients(), gradient_checkpointing(self._model), dropping:
             yield
@@ -166,7 +163,7 @@ _FREE_TO_CHANGE = frozenset({"micro_batch_tokens", "checkpoint_every_updates", "
 
 @dataclass(frozen=True)
 class SFTResult:
-    """What a supervised warm start came to.
+    """The result of a supervised warm start.
 
     Attributes:
         run_dir: where its files are.
@@ -187,7 +184,7 @@ class SFTResult:
 
 @dataclass(frozen=True)
 class About:
-    """What a checkpoint says about the run it is of."""
+    """The description of a run in its checkpoints."""
 
     model: str
     examples: str
@@ -318,10 +315,10 @@ def _depends_on_length(config: SFTConfig) -> str:
 
 
 def require_same(checkpoint: Path, now: About, config: SFTConfig) -> None:
-    """Raise unless the run of a checkpoint learns the same rows by the same settings.
+    """Raise unless the run of a checkpoint has the same rows and settings.
 
     Raises:
-        ConfigError: it does not, or it is none of a supervised warm start.
+        ConfigError: they differ, or the checkpoint is not from a supervised warm start.
     """
     file = checkpoint / "trainer" / "sft.json"
     if not file.is_file():

@@ -1,7 +1,7 @@
-"""Trackers: where a training run's metrics go besides its own directory.
+"""Trackers: experiment trackers that store a run's metrics in addition to its directory.
 
-`TRACKERS` holds them by name, and the configuration's ``trackers`` chooses any number of them. Register your own:
-``TRACKERS.register("mine", Mine)``, a class (or function) without arguments that makes a `Tracker`.
+`TRACKERS` maps the names for the setting ``trackers`` to classes. Register your own with
+``TRACKERS.register("mine", Mine)``: a class or function without arguments that returns a `Tracker`.
 """
 
 from __future__ import annotations

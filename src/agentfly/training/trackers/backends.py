@@ -1,11 +1,4 @@
-"""MLflowTracker: a server of MLflow, or its local database.
-
-WandbTracker: Weights & Biases.
-
-TensorBoardTracker: files that ``tensorboard --logdir`` shows.
-
-TrackioTracker: trackio, which keeps runs on this machine, or in a Space of Hugging Face.
-"""
+"""The tracker backends: MLflow, Weights & Biases, TensorBoard and trackio."""
 
 from __future__ import annotations
 
@@ -21,16 +14,16 @@ from typing import Any
 from agentfly.core.errors import PrerequisiteError
 from agentfly.training.trackers.tracker import TrackedRun, require_packages
 
-_UNTAKEN = re.compile(r"[^\w\-. :/]")  # what MLflow takes no name of a metric with
+_UNTAKEN = re.compile(r"[^\w\-. :/]")  # characters that MLflow does not allow in names of metrics
 _METRICS_AT_ONCE = 1000
 _PARAMS_AT_ONCE = 100
 _LONGEST_PARAM = 500  # characters; servers from 2.8 on take 6000
 
 
 class MLflowTracker:
-    """Keeps metrics with MLflow, where MLFLOW_TRACKING_URI says; by default in ``mlflow.db`` in the directory at hand.
+    """Stores metrics with MLflow at MLFLOW_TRACKING_URI, by default in ``mlflow.db`` in the current directory.
 
-    The run's project is the experiment, unless MLFLOW_EXPERIMENT_NAME names one.
+    The experiment is MLFLOW_EXPERIMENT_NAME, by default the run's project.
     """
 
     def __init__(self) -> None:
@@ -58,7 +51,7 @@ class MLflowTracker:
         return self._id
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
-        """See `Tracker.log`. MLflow keeps numbers alone, and so no histogram."""
+        """See `Tracker.log`. MLflow stores no histograms."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -72,7 +65,7 @@ class MLflowTracker:
 
 
 def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested values by dotted names."""
+    """Yield nested values by dotted names."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{above}{name}.")
@@ -85,9 +78,9 @@ _FINISH_S = 20.0
 
 
 class WandbTracker:
-    """Keeps metrics with Weights & Biases. The variables of wandb count: WANDB_MODE, WANDB_API_KEY, WANDB_ENTITY, ….
+    """Stores metrics with Weights & Biases. Its variables apply: WANDB_MODE, WANDB_API_KEY, WANDB_ENTITY, ….
 
-    With ``WANDB_MODE=offline`` it writes files, which ``wandb sync`` sends later.
+    With ``WANDB_MODE=offline`` it writes files, which ``wandb sync`` uploads later.
     """
 
     def __init__(self) -> None:
@@ -132,7 +125,7 @@ class WandbTracker:
 
 
 class TensorBoardTracker:
-    """Writes what TensorBoard shows. It groups its charts by the part of a name before the slash."""
+    """Writes TensorBoard event files. TensorBoard groups charts by the part of a name before the slash."""
 
     def __init__(self) -> None:
         require_packages("tensorboard", "train")
@@ -161,7 +154,7 @@ class TensorBoardTracker:
 
 
 class TrackioTracker:
-    """Keeps metrics with trackio. Its variables count: TRACKIO_DIR, TRACKIO_SPACE_ID, TRACKIO_SERVER_URL."""
+    """Stores metrics with trackio. Its variables apply: TRACKIO_DIR, TRACKIO_SPACE_ID, TRACKIO_SERVER_URL."""
 
     def __init__(self) -> None:
         require_packages("trackio", "trackio")
@@ -185,7 +178,7 @@ class TrackioTracker:
         return str(self._run.name)
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
-        """See `Tracker.log`. Histograms are left to their figures among the metrics."""
+        """See `Tracker.log`. Histograms are not stored; their statistics are among the metrics."""
         self._run.log(dict(metrics), step=step)
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Tracker: what keeps the metrics of runs, and shows them side by side."""
+"""Tracker: the protocol of experiment trackers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from agentfly.core.installation import install_command
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as a tracker gets to know it.
+    """The description of a run for trackers.
 
     Attributes:
-        project: what the run is one of, as the setting ``project`` says.
+        project: the setting ``project``.
         name: name of the run's directory.
-        directory: where a tracker that keeps files may keep them: a place of its own in the run's directory.
-        config: the run's settings and what it trains; values that JSON can show, some of them nested.
-        id: what `Tracker.start` gave when this run began, if it is gone on with; empty if it begins.
+        directory: directory for the tracker's own files, inside the run's directory.
+        config: the run's settings, model and reward as JSON values, some of them nested.
+        id: the result of `Tracker.start` at the start of a resumed run; empty for a new run.
     """
 
     project: str
@@ -32,30 +32,28 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Keeps the metrics of a run. All methods are called on one thread that is the tracker's own, and may block.
+    """A backend that stores a run's metrics. All methods are called on the tracker's own thread and may block.
 
-    Whatever one raises is reported once, and the run goes on without what could not be told.
-
-    A class of trackers is called without arguments, before the run begins, and raises a `PrerequisiteError` where it
-    cannot work.
+    An exception is logged once; the run continues, and the failed call is lost. The class is called without arguments
+    before the run starts, and raises a `PrerequisiteError` if it cannot work.
     """
 
     def start(self, run: TrackedRun) -> str:
-        """Begin, or go on with the run that has the id; the id under which it is known from now on."""
+        """Start a run, or resume the run with the id ``run.id``; returns the id of the run."""
         ...
 
     def log(self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
-        """Keep the metrics of a step. Those of an evaluation come in a call of their own.
+        """Store the metrics of a step. Metrics of an evaluation come in a separate call.
 
         Args:
-            step: number of finished steps. The steps after a checkpoint come again where a run goes on from it.
+            step: number of finished steps. After a resume, the steps after the checkpoint are logged again.
             metrics: finite numbers, by names that begin with ``train/`` or ``eval/``.
-            histograms: all values of what ``metrics`` has but figures of, by names of that kind; none is empty.
+            histograms: all values of distributions of which ``metrics`` has statistics; none is empty.
         """
         ...
 
     def finish(self) -> None:
-        """The run has ended, in whatever way. Called only after `start` has returned."""
+        """End the run, whether or not it succeeded. Called only after `start` has returned."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Tracking: a run's metrics on their way to its trackers, where no tracker can stop or slow the run."""
+"""track_run: sends a run's metrics to its trackers from background threads, so that trackers never block the run."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ logger = logging.getLogger(__name__)
 _LogCall = tuple[int, dict[str, float], dict[str, list[float]]]  # what `Tracker.log` is called with
 
 FLUSH_TIMEOUT_S = 30.0
-"""Seconds that a run waits at its end for all trackers to take what is left."""
+"""Seconds that a run waits at its end for all trackers to store the remaining metrics."""
 
 
 @asynccontextmanager
 async def track_run(
     trackers: Mapping[str, Tracker], run: RunDirectory, events: EventStream, *, project: str, config: Mapping[str, Any]
 ) -> AsyncIterator[None]:
-    """Tell trackers the metrics of each step and evaluation while the block runs.
+    """Send the metrics of each step and evaluation to trackers while the block runs.
 
     Args:
-        trackers: by their names.
-        run: the run's directory. It keeps under which ids the trackers know the run, so that a resumed one goes on
-            in the same runs of theirs.
-        events: where the metrics come from.
-        project: what the run is one of.
-        config: the run's settings, and what it trains.
+        trackers: the trackers by name.
+        run: the run's directory. It stores the trackers' run ids, so that a resumed run continues the same runs.
+        events: provides the metrics.
+        project: the setting ``project``.
+        config: the run's settings, model and reward.
     """
     ids = _TrackerRunIds(run)
     deliveries = []
@@ -61,7 +60,7 @@ async def track_run(
 
 
 class TrackerWorker:
-    """Brings the metrics to one tracker, from a thread of its own. Who emits an event waits for nothing."""
+    """Sends metrics to one tracker from its own thread, so that emitting an event never blocks."""
 
     def __init__(self, name: str, tracker: Tracker, run: TrackedRun, ids: _TrackerRunIds) -> None:
         self._name = name
@@ -82,11 +81,11 @@ class TrackerWorker:
             self._queue.put((event.step, metrics, histograms))
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Announce that no more metrics will come."""
         self._queue.put(None)
 
     def wait(self, deadline: float) -> None:
-        """Wait until the tracker has taken everything, to a time of the monotonic clock at most."""
+        """Wait until the tracker has stored everything, at most until ``deadline`` on the monotonic clock."""
         self._thread.join(max(deadline - time.monotonic(), 0.0))
         if self._thread.is_alive():
             logger.warning(
@@ -125,7 +124,7 @@ class TrackerWorker:
 
 
 class _TrackerRunIds:
-    """Under which ids the trackers know a run, kept in its directory."""
+    """The trackers' ids of a run, stored in its directory."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._path = run.trackers_file

@@ -76,9 +76,8 @@ class Tier(StrEnum):
 class BubblewrapCapabilities(Capabilities):
     """What bubblewrap can do on this machine.
 
-    Its watchdog over memory looks four times a second, so that the sum can be over the limit in between; and what is
-    written over an unpacked image, outside the workdir, the home and the directories for temporary files, has no limit
-    of its own there.
+    Its memory watchdog looks four times a second, so the sum can exceed the limit in between. Files written over an
+    unpacked image have no limit of their own, outside the workdir, the home and the directories for temporary files.
 
     Args:
         tier: how sandboxes are started.
@@ -124,7 +123,7 @@ PROGRAM_MISSING = (
 
 
 def unaccounted_memory(*, accounted: bool, filtered: bool) -> tuple[str, ...]:
-    """What a limit on memory does not count.
+    """Memory that a limit does not count, for people.
 
     Args:
         accounted: whether a control group accounts for it.
@@ -136,7 +135,7 @@ def unaccounted_memory(*, accounted: bool, filtered: bool) -> tuple[str, ...]:
 
 
 def user_namespace_hint(complaint: str, settings: Path = Path("/proc/sys")) -> str:
-    """What to do about a bubblewrap that could not make its namespaces, by the switches that are known to forbid it."""
+    """How to enable user namespaces for bubblewrap, by the kernel settings that are known to forbid them."""
     switches = (
         ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
         (
@@ -189,7 +188,7 @@ class LaunchedSandbox:
 
 
 class Launcher:
-    """Starts sandboxes in one way (a tier). The module `tiers` has the one of this process."""
+    """Starts sandboxes in one way (a tier). `bubblewrap.backend` holds the launcher of this process."""
 
     def __init__(self, tier: Tier, program: BubblewrapProgram, home: CgroupParent | None) -> None:
         """Start the launching thread and try a sandbox.
@@ -257,15 +256,15 @@ class Launcher:
         return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
 
     async def run_blocking(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function that blocks for a moment on a thread of the launcher's own, away from the event loop.
+        """Call a function that blocks briefly, on a thread of the launcher's own.
 
-        The event loop's default threads will not do: any number of sync tools may hold those for long.
+        The event loop's default threads are unsuitable: sync tools may occupy all of them for long.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._workers, lambda: function(*args, **kwargs))
 
     def instance_directory(self, instance: str) -> Path:
-        """The directory on the host that belongs to an instance, with one below it for each of its lives."""
+        """The directory on the host that belongs to an instance, with a subdirectory for each generation."""
         return self.base / instance
 
     def remove_instance_directory(self, home: Path) -> None:
@@ -302,8 +301,8 @@ class Launcher:
         Args:
             spec: what to start.
             image: the directory with its root file system, if its image has one.
-            scratch: a directory for it, which must not be there yet.
-            groups: the control groups that it is to be moved into, written down for `reap` before there is anything.
+            scratch: a directory for it, which must not exist yet.
+            groups: the control groups for it, saved for `reap` before anything is created.
 
         Raises:
             ResourceStartError: a snapshot or a mount is not there.
@@ -328,7 +327,7 @@ class Launcher:
     # --- what depends on the way of starting ------------------------------------------------------------------------
 
     def shell_mount(self, exchange: Path) -> str:
-        """Where a sandbox sees its exchange directory."""
+        """Where a sandbox sees its shell's directory."""
         return str(SHELL_MOUNT)
 
     def workdir(self, spec: ContainerSpec, scratch: Path) -> str:
@@ -356,7 +355,7 @@ class Launcher:
         return filter_program(platform.machine(), accounted=self.cgroups is not None) if self._filters else None
 
     def _command_line(self, spec: ContainerSpec, image: Path | None, scratch: Path) -> tuple[list[str], dict[str, str]]:
-        """The program and its arguments, and the environment inside, which is not for anybody's eyes."""
+        """The program and its arguments, and the environment inside, which may hold secrets."""
         program = self._program.copy_to(scratch) if self._program_unreachable else self._program
         arguments = self._trees.build(spec, image, scratch, common_arguments(spec, scratch / SHELL_DIRECTORY))
         return [str(program.path), *arguments], sandbox_environment(spec)

@@ -23,10 +23,10 @@ from agentfly.resources.process.cgroups import OOMKillCounter
 
 
 class SandboxGeneration:
-    """Everything of a sandbox that a reset does away with."""
+    """Everything in a sandbox that a reset replaces."""
 
     def __init__(self, launcher: Launcher, spec: ContainerSpec, scratch: Path) -> None:
-        """Make a handle; nothing is started yet."""
+        """Create a handle; nothing is started yet."""
         self.bubble = BubblewrapProcess(launcher, spec, scratch)
         self.shell: PipeShell | None = None
         self._watchdog: MemoryWatchdog | None = None
@@ -34,10 +34,10 @@ class SandboxGeneration:
         self._ports: NamespaceSockets | None = None
 
     async def start(self) -> None:
-        """Bring it up. It may fail or be cancelled at any point; `end` then removes whatever had been made.
+        """Start it. It may fail or be cancelled at any point; `stop` then removes what was created.
 
         Raises:
-            ResourceStartError: it did not come up.
+            ResourceStartError: it did not start.
         """
         await self.bubble.start()
         self.shell = PipeShell(self.bubble)
@@ -53,7 +53,7 @@ class SandboxGeneration:
             ) from None
 
     async def stop(self) -> None:
-        """Kill every process and remove every trace; return when all are gone. Safe to call again, and at any time.
+        """Kill every process, remove all resources, and return when they are gone. Idempotent.
 
         Raises:
             OSError: something of it cannot be removed.
@@ -70,7 +70,7 @@ class SandboxGeneration:
 
     @property
     def alive(self) -> bool:
-        """Whether it takes commands, or was ended for what its processes did."""
+        """Whether it takes commands, or its own processes caused its end."""
         if self.shell is None:
             return False
         return self.shell.own_doing is not None or not (self.shell.dead or self.bubble.has_exited)
@@ -85,7 +85,7 @@ class SandboxGeneration:
         return outcome
 
     async def freeze(self) -> None:
-        """Stop every process, and the clocks of the commands under way."""
+        """Stop every process, and the clocks of pending commands."""
         assert self.shell is not None
         if self.shell.own_doing is not None:
             return
@@ -93,7 +93,7 @@ class SandboxGeneration:
         await self.bubble.freeze()
 
     async def thaw(self) -> None:
-        """Let every process go on."""
+        """Resume every process."""
         assert self.shell is not None
         if self.shell.own_doing is not None:
             return
@@ -117,15 +117,13 @@ class SandboxGeneration:
 
 
 class BubblewrapSandbox(Sandbox):
-    """A sandbox of bubblewrap. A reset gives it a new life, of which nothing is shared with the one before.
+    """A sandbox of bubblewrap. Each reset starts a new generation, which shares nothing with the previous one.
 
-    Nothing of a life can serve the next: its process 1 belongs to the user who ran in it, who may have changed its
-    memory; its namespaces keep what processes leave in them. What makes a reset quick is that, from the second on, the
-    next life stands ready.
+    Resets are quick because, after the first one, the next generation is started in advance.
     """
 
     def __init__(self, launcher: Launcher, spec: ContainerSpec, instance: str) -> None:
-        """Make a handle; nothing is started yet."""
+        """Create a handle; nothing is started yet."""
         super().__init__(spec, instance)
         self._launcher = launcher
         self._home = launcher.instance_directory(instance)
@@ -151,7 +149,7 @@ class BubblewrapSandbox(Sandbox):
             self._next = asyncio.create_task(self._prepare_standby())
 
     async def stop(self) -> None:
-        """See `Sandbox.end`."""
+        """See `Sandbox.stop`."""
         self._generation = None
         if self._next is not None:
             self._next.cancel()
@@ -166,12 +164,12 @@ class BubblewrapSandbox(Sandbox):
 
     @property
     def bubble(self) -> BubblewrapProcess | None:
-        """The bubble of the present life."""
+        """The bubblewrap process of the current generation."""
         return self._generation.bubble if self._generation is not None else None
 
     @property
     def shell(self) -> PipeShell | None:
-        """The shell of the present life."""
+        """The shell of the current generation."""
         return self._generation.shell if self._generation is not None else None
 
     @property
@@ -236,7 +234,7 @@ class BubblewrapSandbox(Sandbox):
                 self._generations.remove(life)
 
     async def _next_generation(self) -> SandboxGeneration:
-        """The life that stands ready, if it does; else a new one."""
+        """The generation that was started in advance, or a new one."""
         ready, self._next = self._next, None
         life = await ready if ready is not None else None
         if life is not None and life.alive:
@@ -245,7 +243,7 @@ class BubblewrapSandbox(Sandbox):
         return await self._begin()
 
     async def _prepare_standby(self) -> SandboxGeneration | None:
-        """Begin the next life; None if that fails, as the reset which needs it will find out for itself."""
+        """Start the next generation in advance; None if that fails, because the next reset then reports the failure."""
         try:
             return await self._begin()
         except Exception:

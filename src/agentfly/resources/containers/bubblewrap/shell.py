@@ -33,9 +33,11 @@ _LONGEST_NUMBER = 10**7  # that a word of the session can hold
 class PipeShell:
     """The host's side of a sandbox's shell.
 
-    What arrives from inside is read, and never trusted: the processes of a sandbox are one user's, so any of them can
-    write what the shell would write. A forged report can make up the end of a command, or its exit code; it cannot
-    reach beyond the sandbox, nor hold the event loop up. A sandbox whose processes flood the shell's pipes is ended.
+    Data from inside is never trusted. All processes of a sandbox run as one user, so any of them can write what the
+    shell
+    would write. A forged report can fake the end of a command or its exit code. It cannot reach beyond the sandbox or
+    block
+    the event loop. A sandbox whose processes flood the shell's pipes is stopped.
     """
 
     def __init__(self, bubble: BubblewrapProcess) -> None:
@@ -64,10 +66,10 @@ class PipeShell:
         self._ready = asyncio.Event()  # there is a session
         self._session_works = False  # the session has finished a command since it began
         self._end_of_session = (0, False)  # exit code of the one before, and whether its variables were kept
-        self._unconfirmed: PipeCommand | None = None  # what it had been asked: either it had begun that, or nobody has
+        self._unconfirmed: PipeCommand | None = None  # sent to the last session, which may not have started it
         self._directory = ""  # where the next command must go first, because its session could not keep it
         self._exit_cause: str | None = None
-        self.own_doing: SandboxEnded | None = None  # what its processes have done, that it has ended
+        self.own_doing: SandboxEnded | None = None  # why its own processes caused its end
         self._reports = ReportReader(
             bubble.launched.reports,
             report=self._report,
@@ -100,7 +102,7 @@ class PipeShell:
             return await self._run(command, timeout)
 
     def close(self) -> None:
-        """Let go of the sandbox, which is about to end or has."""
+        """Release the sandbox, which is about to end or has ended."""
         self._die("it was released or reset")
         self._exchange.close()
         self._keepers.close()
@@ -109,9 +111,9 @@ class PipeShell:
             self._starts = -1
 
     async def pause(self) -> None:
-        """The sandbox is about to be frozen: commands that are being killed end first, and time stops for the others.
+        """Prepare for a freeze: wait for commands that are being killed, and stop the clocks of the others.
 
-        Killing a command takes the help of processes inside, so none is killed before `resume`.
+        Killing a command needs processes inside, so none is killed before `resume`.
         """
         while self._kills:
             await asyncio.wait(self._kills)
@@ -121,7 +123,7 @@ class PipeShell:
             running.time.pause()
 
     def resume(self) -> None:
-        """The sandbox goes on."""
+        """Restart the clocks after a thaw."""
         self._going.set()
         for running in self._running.values():
             running.time.resume()
@@ -161,7 +163,8 @@ class PipeShell:
             if command.new_process:
                 number, pipes = self._exchange.new_pipes()
             else:
-                # who has the session's pipes beside it is new since then, or below one that is
+                # a process that still holds the session's pipes was started by the last command, or descends from one
+                # that was
                 shared = before != self._known and bool(before - self._known - self.shell_pids)
                 number, pipes = self._exchange.session_pipes(anew=shared)
                 self._known = before
@@ -202,17 +205,17 @@ class PipeShell:
     def _send(self, words: bytes, pipe: int | None = None) -> None:
         try:
             os.write(self._requests if pipe is None else pipe, words)
-        except BlockingIOError:  # what we write is taken one by one, so others have written there
+        except BlockingIOError:  # our requests are read one by one, so another process has written there
             self._flood()
         except OSError as error:
             self._die(f"its shell takes no more commands ({error})")
 
     def check(self) -> None:
-        """See that it takes commands.
+        """Check that it takes commands.
 
         Raises:
             ResourceDied: the sandbox ended.
-            SandboxEnded: it was ended for what its processes did.
+            SandboxEnded: its processes caused its end.
         """
         if self.own_doing is not None:
             raise type(self.own_doing)(*self.own_doing.args)
@@ -283,14 +286,14 @@ class PipeShell:
         return self._exit_cause is not None
 
     def _flood(self) -> None:
-        """End the sandbox for what its processes wrote."""
+        """Stop the sandbox because its processes flooded the pipes."""
         if not self.dead:
             self.own_doing = SandboxFlooded(FLOODED)
             self._die("its processes flooded it")
             self._bubble.kill()
 
     def _ended(self) -> None:
-        """Its first process is gone, and so is all the rest."""
+        """Handle the exit of process 1, and so of all processes."""
         if not self.dead and self._bubble.ran_out_of_memory:
             self.own_doing = SandboxOutOfMemory(
                 f"The sandbox was ended, because what runs in it took more than its memory limit of "
@@ -363,9 +366,10 @@ class PipeShell:
         return True
 
     def _kill_processes(self, running: PipeCommand, session: int | None, number: signal.Signals) -> None:
-        """Kill all that a command started, those too that left its process tree; then signal the session, if given.
+        """Kill all processes of a command, including those that left its process tree; then signal the session, if
+        given.
 
-        What left the tree of another command that runs at the same time cannot be told from it, and goes too.
+        Processes that left the tree of a concurrent command cannot be told apart, and are killed too.
         """
         first, starter = self._processes.init_pid, self._keepers.starter
         parent: int | None = session

@@ -19,14 +19,15 @@ Report = Callable[["Channel", int, str, list[str]], None]
 
 
 class Channel:
-    """Reads what comes out of a stream: reports, which begin with a mark, and what commands print.
+    """Reads a stream: reports, which begin with a mark, and the output of commands.
 
-    What comes while no command has the channel is thrown away, at leisure, so that whoever prints it does not fail and
-    holds nothing up. Whoever has the outputs open can make up reports as well; that is the agent's loss alone.
+    Output while no command has the channel is read slowly and discarded, so its writer neither fails nor blocks
+    anything.
+    Any process with the outputs open can forge reports; that harms the agent alone.
 
     Attributes:
-        holder: the process, inside, that has the outputs open for commands; 0 for the shell's keeper.
-        has_lingering_writer: whether somebody of an earlier command may still write to it.
+        holder: the process inside that holds the outputs open for commands; 0 for the shell's server.
+        has_lingering_writer: whether a process of an earlier command may still write to it.
         command: the command that has it.
     """
 
@@ -64,14 +65,14 @@ class Channel:
         await self._stream.write(data)
 
     async def close(self) -> None:
-        """Let go of it."""
+        """Stop reading and close the stream."""
         self._reader.cancel()
         await asyncio.wait({self._reader})
         with contextlib.suppress(OSError):
             await self._stream.close()
 
     def stop(self) -> None:
-        """Read no more: what comes is not to be heeded."""
+        """Stop reading and ignore the rest."""
         self.ended = True
         self._reader.cancel()
 

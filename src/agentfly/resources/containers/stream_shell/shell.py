@@ -38,11 +38,11 @@ _LEAST_REPORTS, _REPORTS_PER_SECOND, _REPORTS_PER_REQUEST = 256, 64, 64  # those
 
 
 class StreamShell:
-    """The host's side of such a shell.
+    """The host's side of the shell.
 
-    What arrives from inside is read, and never trusted: a forged report can make up the end of a command, or its exit
-    code; it cannot reach beyond the sandbox, nor hold anybody up, and nothing of it is ever passed on to the keeper but
-    numbers. A sandbox whose processes flood the shell with reports is ended.
+    Data from inside is never trusted. A forged report can fake the end of a command or its exit code. It cannot reach
+    beyond the sandbox or block others, and only numbers from it are passed on to the server. A sandbox whose processes
+    flood the shell with reports is stopped.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class StreamShell:
         first: bool = True,
         files_from: int = 1,
     ) -> None:
-        """Attach to a keeper.
+        """Attach to a server.
 
         Args:
-            stream: the keeper's.
-            scripts: those that the keeper runs.
+            stream: the server's.
+            scripts: those that the server runs.
             open_stream: runs another program inside.
             workdir: where a session begins.
             describe_end: says why the stream has ended, for people.
-            first: whether the keeper is process 1 inside, which takes over the processes whose parents have ended.
-            files_from: the first number for the files of commands, where several shells share a place. Those that are
-                not the first run commands with a process of their own alone.
+            first: whether the server is process 1 inside, which adopts orphans.
+            files_from: the first number for the files of commands, where several shells share a directory. Shells other
+                than the first run commands in new processes only.
         """
         self._scripts = scripts
         self._open = open_stream
@@ -95,7 +95,7 @@ class StreamShell:
         self._main = self._channels.server_channel
 
     async def start(self, keeper: bytes) -> None:
-        """Tell the keeper what to do, and wait for its session to take commands.
+        """Send the server its source, and wait for its session to take commands.
 
         Raises:
             ResourceDied: the sandbox ended.
@@ -114,7 +114,7 @@ class StreamShell:
         """Run a command and wait for it, for at most `timeout` seconds; then it is killed with all that it started.
 
         Raises:
-            ResourceDied: the sandbox ended before the command did, or the way to it is broken.
+            ResourceDied: the sandbox ended before the command did, or the connection to it failed.
             SandboxEnded: it was ended for what its processes did.
         """
         if command.new_process:
@@ -126,7 +126,7 @@ class StreamShell:
         """Kill every process inside, empty the directories, and begin a new session.
 
         Returns:
-            Whether nothing is left of before. If not, the sandbox is of no more use.
+            Whether nothing from before is left. If not, the sandbox must not be used again.
         """
         if self.dead or self._turn.locked() or self._running or self._kills:
             return False
@@ -149,7 +149,7 @@ class StreamShell:
         return not self.dead
 
     async def pause(self) -> None:
-        """The sandbox is about to be frozen: commands that are being killed end first, and time stops for the others.
+        """Prepare for a freeze: wait for commands that are being killed, and stop the clocks of the others.
 
         Killing a command and opening a stream need processes inside, so neither is begun before `resume`.
         """
@@ -161,13 +161,13 @@ class StreamShell:
             running.time.pause()
 
     def resume(self) -> None:
-        """The sandbox goes on."""
+        """Restart the clocks after a thaw."""
         self._going.set()
         for running in self._running.values():
             running.time.resume()
 
     async def close(self, cause: str = "it was released or reset") -> None:
-        """Let go of the sandbox, which is about to end or has."""
+        """Release the sandbox, which is about to end or has ended."""
         self._die(cause)
         if self._ending is not None:
             self._ending.cancel()
@@ -275,7 +275,7 @@ class StreamShell:
         self._die(cause)
 
     def _flood(self) -> None:
-        """End the sandbox for what its processes reported."""
+        """Stop the sandbox because its processes flooded the shell."""
         if not self.dead:
             self.own_doing = SandboxFlooded(FLOODED)
             self._die("its processes flooded it")
@@ -283,7 +283,7 @@ class StreamShell:
             self._in_background(self._end_processes())
 
     async def _end_processes(self) -> None:
-        """End what runs inside. What is left of it goes with the sandbox."""
+        """Kill the processes inside. The rest is removed with the sandbox."""
         with contextlib.suppress(OSError, ResourceError, TimeoutError):
             async with asyncio.timeout(_RESTART_GRACE_S):
                 await self._kill_all()
@@ -347,7 +347,7 @@ class StreamShell:
         running.reported(output, code)
 
     def _send_again(self, asked: int) -> None:
-        """The channel of a command is gone, which had not been noticed; it gets another."""
+        """Move a command to another channel, because its channel closed unnoticed."""
         for channel in self._channels:
             running = channel.command
             if (
@@ -392,7 +392,7 @@ class StreamShell:
                 self._in_background(self._finish_by_request(running, channel.holder, code))
 
     def _abandoned(self, running: StreamCommand) -> None:
-        """The stream of a command has ended, as when what held it was killed: what it printed from then on is lost."""
+        """Handle the end of a command's stream, as when its holder was killed: later output is lost."""
         if running.new_process:
             running.finish(137)
         elif not running.ended.is_set():
@@ -400,7 +400,7 @@ class StreamShell:
             self._in_background(self._finish_by_request(running, 0, 137))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Have something done that the next command waits for."""
+        """Run a coroutine that the next command waits for."""
         task = asyncio.create_task(work)
         self._kills.add(task)
         task.add_done_callback(self._kills.discard)
@@ -454,7 +454,7 @@ class StreamShell:
             await asyncio.wait_for(running.ended.wait(), _KEEP_GRACE_S)
 
     async def _kill_everything(self) -> None:
-        """Kill all but process 1, for whatever holds up the keeper. Its dispatcher and its session then begin anew."""
+        """Kill all but process 1, whatever blocks the server. Its dispatcher and its session then start again."""
         async with asyncio.timeout(_RESTART_GRACE_S):
             await self._kill_all()
         if not await self._restarted(_RESTART_GRACE_S):

@@ -34,8 +34,8 @@ async def rescore(
 
     The reward sees what the trajectory holds, and can acquire what is shared, such as a judge, or new for its call.
     What its rollout had leased is gone: a reward that acquires it (scope ``rollout``) leaves the trajectory unscored,
-    with a `LeaseExpired` that says so. What infrastructure spoiled stays unscored. For a group reward the trajectories of
-    one ``group_id`` are a group.
+    with a `LeaseExpired` error. What infrastructure spoiled stays unscored. For a group reward the trajectories of one
+    ``group_id`` are a group.
 
     Args:
         trajectories: finished ones.

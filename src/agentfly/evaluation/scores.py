@@ -1,7 +1,4 @@
-"""Scoreboard: what an evaluation's trajectories are worth, task by task.
-
-Comparison: two evaluations of the same tasks, pair by pair.
-"""
+"""Scores of an evaluation, task by task, and the paired comparison of two evaluations."""
 
 from __future__ import annotations
 

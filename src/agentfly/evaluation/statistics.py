@@ -147,7 +147,7 @@ def pass_hat_k(attempts: int, successes: int, k: int) -> float:
 
 
 def student_t_quantile(degrees: int) -> float:
-    """How many standard errors the interval at `CONFIDENCE_LEVEL` reaches to each side, with so many degrees of freedom."""
+    """Return the half-width, in standard errors, of a `CONFIDENCE_LEVEL` interval for the given degrees of freedom."""
     if degrees > _NORMAL_FROM:
         return _NORMAL_QUANTILE
     low, high = 1.9, 13.0

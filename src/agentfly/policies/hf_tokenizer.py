@@ -1,7 +1,4 @@
-"""ChatTemplate: a model's Jinja chat template, compiled once, in the surroundings that it is written for.
-
-HFTokenizer: a transformers fast tokenizer that keeps control tokens and text apart.
-"""
+"""HFTokenizer: a transformers fast tokenizer that keeps control tokens and text apart, with its chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HFVision: how a transformers model with eyes is shown images."""
+"""HFVision: the image processor of a transformers model that sees images."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""Vision: which tokens a model sees in place of an image.
-
-Policy: what samples tokens from token ids. The rollout layer knows policies by this protocol only.
-
-Vocabulary: which ids a model must never sample.
-
-The output layer of a model often has more rows than its tokenizer has tokens, because matrices of round sizes are
-faster. An id of such padding is no text: nobody would see it in what the model said.
-"""
+"""The protocols of policies, their tokenizers and their vision. The rollout layer knows policies by these only."""
 
 from __future__ import annotations
 
@@ -313,7 +305,10 @@ class ChatPolicy(Protocol):
 
 
 def unsampleable_ids(tokenizer: Tokenizer, rows: int) -> tuple[int, ...]:
-    """The ids that a model must not sample: those that no token has, and those that only images have.
+    """Return the ids that a model must not sample: those that no token has, and those that only images have.
+
+    The output layer of a model often has more rows than its tokenizer has tokens, because matrices of round sizes are
+    faster. An id of such padding stands for no text.
 
     Args:
         tokenizer: the model's.

@@ -1,7 +1,4 @@
-"""Concurrency: how many rollouts run at a time, and what holds back those that wait to begin.
-
-Admission: when the next rollout may begin.
-"""
+"""Admission of rollouts: when the next may begin, and the statistics of how many run and what blocks the rest."""
 
 from __future__ import annotations
 

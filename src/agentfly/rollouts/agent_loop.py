@@ -1,7 +1,4 @@
-"""The tool calls of one turn: executed at the same time, answered in order.
-
-Conversation: the turns of one agent in a rollout, from its first prompt until it answers or reaches a limit.
-"""
+"""The loop of one agent in a rollout: generate a turn, execute its tool calls, repeat until an answer or a limit."""
 
 from __future__ import annotations
 
@@ -138,7 +135,7 @@ class AgentLoop:
     Attributes:
         messages: the conversation.
         answer: what the agent said last, or what was said to it where a tool has ended the conversation.
-        last_turns: the turns that its next turn follows: its last one, or the last ones of the subagents that answered it.
+        last_turns: the turns that its next turn follows: its own last one, or those of the subagents that answered it.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""The chat format of an agent: made for a policy's tokenizer, and proved for the agent's tools and way of answering.
-
-Voice: an agent that can speak, because its policy and its chat format are at hand.
-"""
+"""Runtime of an agent: its policy, and the chat format checked for its tools."""
 
 from __future__ import annotations
 

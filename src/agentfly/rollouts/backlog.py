@@ -1,9 +1,4 @@
-"""Group: the attempts of a batch at one task.
-
-Foresight: what the next tasks will need is prepared for while the ones before them run.
-
-Backlog: the rollouts of a batch that have not begun.
-"""
+"""Rollouts of a batch that have not begun: groups of attempts, and prefetching for the tasks that come next."""
 
 from __future__ import annotations
 
@@ -73,7 +68,7 @@ class AttemptGroup:
         return Trajectory(f"{self.group_id}.{attempt}", self.group_id, self.task, attempt)
 
     def cancel_ended(self) -> int:
-        """The attempts, which have ended, are not wanted any more; how many were sound until then.
+        """Mark the finished attempts as cancelled. Return how many of them had succeeded.
 
         They become copies, so that scoring which takes no notice writes into nothing that is still looked at.
         """
@@ -85,7 +80,7 @@ class AttemptGroup:
         return len(sound)
 
     def mark_unscored(self, error: BaseException) -> None:
-        """The attempts could not be scored together, for ``error``."""
+        """Leave the attempts unscored, because scoring the group raised ``error``."""
         for trajectory in self.ended:
             trajectory.reward = None
             trajectory.reward_failure = trajectory.reward_failure or Failure.of(error, Boundary.REWARD)
@@ -108,7 +103,7 @@ class Prefetcher:
         self._around = around
 
     def prefetch(self, task: Task) -> None:
-        """The rollouts of a task will begin soon."""
+        """Prefetch for a task whose rollouts begin soon."""
         try:
             specs = self._around.resources_for(task)
             self._around.engine.prefetch(spec for spec in specs if spec.preparation_key is not None or spec.warm)
@@ -180,7 +175,7 @@ class Backlog:
         return group is not None
 
     def clear(self) -> None:
-        """Forget everything that waits."""
+        """Discard all waiting rollouts."""
         self._sources.clear()
         self._read.clear()
         self._unread = 0

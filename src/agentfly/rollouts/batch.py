@@ -1,4 +1,4 @@
-"""Batch: rollouts that were asked for, which begin when they may and are handed out as they finish."""
+"""Batch: requested rollouts, which begin when admitted and are delivered as they finish."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Batch:
 
     ``async with runner.batch(tasks, attempts=8) as batch: async for trajectory in batch: …``
 
-    Whoever has enough leaves the loop. The rest runs on, also while nobody iterates, and comes first when somebody does
-    again; or `cancel` ends it. Leaving the block cancels what has not ended and gives its resources back.
+    You can stop iterating at any time. Remaining rollouts keep running and are returned first by the next iteration.
+    Call `cancel` to stop them. Leaving the block cancels unfinished rollouts and releases their resources.
 
     Args:
         make: makes the rollout that fills a trajectory, tells the guest of its waits for resources, and can ask
@@ -147,7 +147,8 @@ class Batch:
 
         Raises:
             StopAsyncIteration: all that was added was handed out.
-            TooManyFailures: infrastructure has spoiled too many rollouts, or each of them. The rest was cancelled.
+            FailureBudgetExceeded: infrastructure has spoiled too many rollouts, or each of them. The rest was
+                cancelled.
             UsageError: the batch was closed while this waited.
         """
         while not self._ready:
@@ -164,7 +165,7 @@ class Batch:
         A group of which a trajectory was handed out alone before does not come again.
 
         Raises:
-            TooManyFailures: as iterating.
+            FailureBudgetExceeded: as iterating.
         """
         while self._whole or await self._more():
             if self._whole:
@@ -181,7 +182,7 @@ class Batch:
                 answer then holds all that had begun, with `FinishReason.CANCELLED` where it had not ended.
 
         Raises:
-            TooManyFailures: as iterating. What has finished can still be iterated over.
+            FailureBudgetExceeded: as iterating. What has finished can still be iterated over.
         """
         while sum(group.complete for group in self._whole.values()) < groups and await self._more():
             pass

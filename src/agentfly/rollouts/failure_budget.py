@@ -1,4 +1,4 @@
-"""Health: whether infrastructure spoils so many rollouts that a run had better stop."""
+"""Failure budget: stops a run when infrastructure failures spoil too many rollouts."""
 
 from __future__ import annotations
 

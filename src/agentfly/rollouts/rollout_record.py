@@ -1,7 +1,4 @@
-"""Traits: what shapes the rollouts of an agent, as values that can be saved and compared with those of later.
-
-RolloutRecord: the file of finished rollouts, from which a run that was cut short goes on.
-"""
+"""Record of finished rollouts, from which an interrupted run resumes, with the settings that they were made with."""
 
 from __future__ import annotations
 
@@ -188,7 +185,7 @@ class RolloutRecord:
 
     @asynccontextmanager
     async def opened(self, settings: Mapping[str, Any], about: Mapping[str, Any]) -> AsyncIterator[None]:
-        """Within the block rollouts are recorded; those of the run that is gone on with are read before.
+        """Record rollouts inside the block. On resume, first load the rollouts of the earlier run.
 
         When it ends, each rollout is in the file once, in the order of the tasks and attempts. Where nothing was
         recorded, no file is left. Only one process records in a file at a time.

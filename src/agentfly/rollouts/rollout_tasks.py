@@ -1,4 +1,4 @@
-"""Crew: the tasks of a batch, which end when they are told to, in bounded time."""
+"""The asyncio tasks of a batch, which end in bounded time once cancelled."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Task fields: what tools and reward ask of every task, looked for before anything runs.
-
-run and evaluate: the two calls that roll an agent out.
-"""
+"""`run` and `evaluate`: roll an agent out on tasks, after a check that the tasks have the required fields."""
 
 from __future__ import annotations
 
@@ -154,7 +151,7 @@ async def run(
     Raises:
         UsageError: there is no such argument, or it is not what it has to be.
         ToolDefinitionError, RewardDefinitionError: a tool or the reward asks for a field that a task does not have.
-        TooManyFailures: too large a share of the rollouts failed for reasons the policy could not cause.
+        FailureBudgetExceeded: too large a share of the rollouts failed for reasons the policy could not cause.
         AgentFlyError: something is missing or wrong before the first rollout starts.
     """
     reject_unknown_arguments("run", runner_settings, [*signature(run).parameters, *RunnerSettings.__annotations__])

@@ -312,7 +312,7 @@ class Runner:
         Arguments: as of `batch`.
 
         Raises:
-            TooManyFailures: infrastructure has spoiled too many rollouts, or each of them.
+            FailureBudgetExceeded: infrastructure has spoiled too many rollouts, or each of them.
         """
         async with self.batch(tasks, **settings) as batch:
             async for trajectory in batch:

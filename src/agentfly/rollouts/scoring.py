@@ -1,7 +1,4 @@
-"""Scoring: what a finished rollout was worth, and why where nothing can be said.
-
-Scoring of groups: all attempts at a task, once they have ended, are scored together.
-"""
+"""Scoring of finished rollouts, one by one or as a group of all attempts at a task."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Tape: what was sent to a policy and what it sampled, as token sequences that only grow.
-
-The chain strategy: one growing conversation, all its turns trained on one sequence.
-
-The step strategy: every turn is prompted afresh, and is a sequence of its own.
-
-Strategy: how the turns of a conversation become token sequences, and the strategies by name.
-"""
+"""Token recorder: the append-only token sequences of a conversation, and the strategies that build them."""
 
 from __future__ import annotations
 

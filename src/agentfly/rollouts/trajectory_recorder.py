@@ -1,7 +1,4 @@
-"""Scribe: writes what happens in the conversations of a rollout into its trajectory, and emits the events.
-
-Anchor: the state in which a turn is taken, as a short name that equal states share.
-"""
+"""Trajectory recorder: writes the turns of a rollout into its trajectory, with their anchors, and emits the events."""
 
 from __future__ import annotations
 
@@ -104,10 +101,10 @@ def anchor_hash(state: Any) -> str:
 
 
 class AnchorState:
-    """What the environment of one conversation has returned, as far as it says in which state the next turn is taken.
+    """The state that the environment of one conversation returned last, as far as it identifies a turn's state.
 
-    That is the state that a tool gave last (`agentfly.agents.tool_decorator.ToolResult.state`), with the observations that came
-    since. Without one it is the last turn's observations and, before the first, the conversation's opening.
+    That is the state that a tool gave last (`agentfly.agents.tool_result.ToolResult.state`), with the observations
+    that came since. Without one it is the last turn's observations and, before the first, the conversation's opening.
 
     Args:
         opening: the messages before the first turn. What the system is told is no part of it.

@@ -1,13 +1,12 @@
-"""Rendering: the conversations of a rollout as token ids of a model that did not sample them.
+"""Rendering of trajectories as token ids of a model that did not sample them.
 
-What an oracle has said, or another model behind an endpoint, has no token ids of the model that is to learn from it.
-Its conversation is put together again by what rollouts are made with (the same chat format, strategy and tape), with
-the ids that the model would sample to say each turn in the place of those that it samples. So prompts, breaks and
-masks are what they would be in a rollout of its own: the mask is 1 exactly on the turns, their ends included.
+An oracle, or another model behind an endpoint, gives no token ids of the model that learns from it. Its conversation is
+rendered with the same chat format, strategy and recorder as in a rollout. Each turn gets the ids with which the model
+would write it. So prompts, breaks and masks equal those of a rollout of its own: the mask is 1 exactly on the turns,
+their ends included.
 
-SpokenLength: how many tokens of a model a scripted rollout would take, and whether the agent's limits leave them.
-
-The tokens of a script are no model's, so limits on tokens do not bind it. This says whether a model could say the same.
+The tokens of a script are no model's, so limits on tokens do not bind it. `TokenRequirement` says whether a model could
+write the same within the agent's limits.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class TrajectoryRenderer:
         Turns of subagents with a model of their own have none.
 
         Raises:
-            NotRendered: it cannot be written for this model; the message says why.
+            CannotRender: it cannot be written for this model; the message says why.
         """
         sequences: list[TokenSequence] = []
         places: dict[int, TokenSpan] = {}
@@ -156,7 +155,7 @@ def _text(agent: Agent, turn: Turn, calls: Sequence[ToolCall]) -> str:
     """What the turn says in the agent's tool-call format.
 
     Raises:
-        NotRendered: its calls are written in another format within the text.
+        CannotRender: its calls are written in another format within the text.
     """
     if not turn.stopped or [
         (one.name, one.arguments) for one in agent.parse_calls(turn.text, opened=_opened(turn))
@@ -210,7 +209,7 @@ class TokenRequirement:
             context_length: the most tokens that the model can hold.
 
         Raises:
-            NotRendered: the conversation cannot be written for the model; the message says why.
+            CannotRender: the conversation cannot be written for the model; the message says why.
             ConfigError: the agent's memory shows its model something else than the conversation.
             ChatFormatError: the model's chat template cannot carry the agent's conversations.
         """
@@ -244,8 +243,8 @@ class TokenRequirement:
         """
         if self.exceeded_limits:
             raise ConfigError(
-                f"The model could not say what the oracle says: {'; '.join(self.exceeded_limits)}. Raise the limit, or have the "
-                "oracle say less."
+                f"The model could not say what the oracle says: {'; '.join(self.exceeded_limits)}. Raise the "
+                "limit, or have the oracle say less."
             )
 
 

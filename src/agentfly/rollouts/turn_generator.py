@@ -1,9 +1,4 @@
-"""Speaker: the model's side of a conversation. It has the model say its next turn, and records the tokens.
-
-TokenSpeaker: speaks by a policy that takes and returns token ids.
-
-ChatSpeaker: speaks by a policy that takes messages and returns one.
-"""
+"""Turn generators: have the model generate its next turn, by token ids or by messages, and record the tokens."""
 
 from __future__ import annotations
 
@@ -237,7 +232,8 @@ class ChatTurnGenerator:
         agent: says whether the far side is to describe the tools and read the calls, or the tool-call format does.
         policy: answers.
         tape: the record.
-        put: puts a prompt that was sent on the tape: `TokenRecorder.follow`, or `TokenRecorder.begin` where every turn is a sequence.
+        put: records a prompt that was sent: `TokenRecorder.continue_or_begin`, or `TokenRecorder.begin_sequence` where
+            every turn is a sequence.
         sampling: how to sample; ``max_tokens`` is the limit of one turn.
         rollout_id: the conversation's name.
     """

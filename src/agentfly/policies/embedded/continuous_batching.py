@@ -1,7 +1,4 @@
-"""RunningBatch: the rows that are being sampled, stepped one token at a time, joined and left between any two steps.
-
-Sampler: the thread that steps the running batch, and how the event loop speaks to it.
-"""
+"""Continuous batching: sequences join and leave the running batch between any two steps, on a thread of its own."""
 
 from __future__ import annotations
 

@@ -57,9 +57,9 @@ class _CapacityBucket:
 class KVCache:
     """Keys and values of the sequences in some slots.
 
-    A sequence lies in a row that holds up to twice its length, at least `MIN_CAPACITY` tokens, and moves to a longer row as it
-    grows, so that one long sequence costs its own length and not that of all others. Shapes are those that the model's
-    layers hand in first.
+    A sequence lies in a row that holds up to twice its length, at least `MIN_CAPACITY` tokens. It moves to a longer row
+    as it grows, so that one long sequence costs its own length and not that of all others. Shapes are those that the
+    model's layers hand in first.
     """
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class KVCacheAttention:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """See `attention.AttentionPlan.attend`."""
+        """See `packed_attention.AttentionPlan.attend`."""
         shelves: dict[int, Buffers] = {}
         for write in self._writes:
             shelves[write.capacity] = buffers = self._store.buffers(write.capacity, layer, key, value)

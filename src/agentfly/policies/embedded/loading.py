@@ -1,9 +1,4 @@
-"""Low-rank adapters of peft in a directory: written, read, and merged into the model that they belong to.
-
-Loading a model for the embedded policy: device, precision, and the proof that it runs packed.
-
-How many threads the model computes on, and how they wait for each other.
-"""
+"""Loading of models for the embedded policy: device, precision, LoRA adapters, threads, check of the packed pass."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ class PackedAttention:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """See `attention.AttentionPlan.attend`."""
+        """See `AttentionPlan.attend`."""
         return torch.cat([block.attend(query, key, value, scaling) for block in self.blocks])
 
 

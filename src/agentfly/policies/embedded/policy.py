@@ -30,7 +30,7 @@ class EmbeddedPolicy:
 
     Generations join and leave one running batch at any token. Keys and values of a rollout's earlier turns are kept
     until it is forgotten, and what a prompt shares with any sequence in memory is copied rather than computed. The
-    weights are those of ``model``: a trainer updates them in place inside `exclusive_access`, so nothing is ever synchronised.
+    weights are those of ``model``. A trainer updates them in place inside `exclusive_access`: nothing is synchronised.
     Ids that no token of the tokenizer has are ruled out for the model, whoever samples or scores by it.
 
     Sampling is repeatable: the random numbers of a generation depend on the policy's seed, the rollout's id and the
@@ -51,7 +51,7 @@ class EmbeddedPolicy:
         """Use a model that is already loaded.
 
         Args:
-            model: a causal language model whose attention can be chosen (see `embedded.attention`).
+            model: a causal language model whose attention can be chosen (see `packed_attention`).
             tokenizer: its tokenizer.
             max_concurrent_generations: the most generations in the running batch; others wait, in their order.
             max_resident: the most sequences whose keys and values are in memory, running ones included; by default
@@ -99,10 +99,10 @@ class EmbeddedPolicy:
         """Load a model by name. It takes seconds, or minutes where the model must be fetched first.
 
         Args:
-            name: a name of the catalogue, a local directory, or a Hugging Face id (see `catalog.find_model`).
+            name: a name of the catalogue, a local directory, or a Hugging Face id (see `catalog.resolve_model`).
             device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
             dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` (see `loading.choose_dtype`).
-            threads: CPU threads to compute on; by default see `threads.choose_threads`.
+            threads: CPU threads to compute on; by default see `loading.choose_threads`.
             max_concurrent_generations, max_resident, max_context_tokens, seed: see the class.
 
         Raises:
@@ -204,7 +204,7 @@ class EmbeddedPolicy:
                     sampler.resume()
 
     def weights_updated(self, version: int | None = None) -> None:
-        """The weights have changed: all keys and values are dropped. Called inside `exclusive`.
+        """The weights have changed: all keys and values are dropped. Called inside `exclusive_access`.
 
         The version becomes ``version``, as when a run is resumed, or one more than it was.
         """

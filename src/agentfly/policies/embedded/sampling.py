@@ -1,7 +1,4 @@
-"""Drawing tokens from logits, with their log-probs under the very distribution they are drawn from.
-
-OutputLayer: hidden states to logits, in sampling and in scoring alike, with some ids ruled out.
-"""
+"""Sampling from logits, with log-probs under the same distribution, and the output layer that makes the logits."""
 
 from __future__ import annotations
 

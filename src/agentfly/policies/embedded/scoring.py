@@ -1,7 +1,7 @@
 """score_tokens: log-probs and entropies of given tokens, differentiable, for training and for checks.
 
-Rows are packed (`packing`): no padding goes through the linear layers, what rows have in common is computed once, and
-the output layer sees only the positions whose next token is asked for.
+Rows are packed (`packed_attention`): no padding goes through the linear layers, and common prefixes are computed once.
+The output layer sees only the positions whose next token is asked for.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def score_states(
     *,
     temperature: float = 1.0,
 ) -> TokenScores:
-    """What the model's output layer makes of what `hidden_states_before` gave; the arguments are those of `score_tokens`."""
+    """Score the hidden states that `hidden_states_before` returned; the arguments are those of `score_tokens`."""
     wanted = [row[position] for row, positions in zip(rows, targets, strict=True) for position in positions]
     tokens, head = torch.tensor(wanted, dtype=torch.long, device=model.device), OutputLayer(model)
     head.require_sampleable(tokens)

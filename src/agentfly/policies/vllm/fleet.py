@@ -1,7 +1,4 @@
-"""Routes: which server each rollout is sent to.
-
-Fleet: the servers of a policy as one, of which all serve the same weights, or none is used.
-"""
+"""Server fleet: the servers of a policy as one. All serve the same weights, or none is used."""
 
 from __future__ import annotations
 
@@ -114,8 +111,8 @@ class WeightUpdate:
 
     Attributes:
         version: the version of the weights from now on.
-        logprob_gap: of the probe's log-probs, served and by the reference, the largest of all servers: the mean, in nats
-            a token.
+        logprob_gap: mean absolute difference of the probe's log-probs, served and by the reference, in nats a token:
+            the largest of all servers.
         previous_logprob_gap: the same distance of what was served before the update.
         paused_s: seconds for which nothing could be sampled.
     """

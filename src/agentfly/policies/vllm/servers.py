@@ -1,7 +1,4 @@
-"""Members: the servers of a policy, each with what it takes to have it, and to have it again.
-
-Settings of a policy: which of them go together.
-"""
+"""Servers of a policy: how each is obtained and recovered, and which settings go together."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Exchange: the directory through which weights go from a trainer to servers.
-
-Proof: that servers serve the weights they were given.
-
-Reference: what the trainer's side says of token ids, for the proof that servers serve its weights.
-"""
+"""Weight synchronisation: transfer weights to servers, and check by log-probs that they serve them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Churn: many short episodes of software engineering, each in a sandbox that is clean.
+"""Churn: many short software engineering episodes, each in a clean sandbox.
 
-An episode clones a repository, breaks it, runs its tests, repairs it and runs them again. Two ways to have sandboxes
-for them are measured on the same backend, by the same code, in turns: a pool that the engine keeps warm, whose
-sandboxes are reset behind the episodes' backs, and a sandbox that is started for each episode and removed at its end.
+An episode clones a repository, breaks it, runs its tests, repairs it and runs them again. Two sources of sandboxes are
+measured alternately, on the same backend and by the same code. The first is a pool that the engine keeps warm, whose
+sandboxes are reset in the background. The second starts a sandbox for each episode and removes it at the end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How fast a policy samples rollouts of several turns: many at once against one at a time, and against others.
+"""Sampling throughput of a policy on multi-turn rollouts: concurrent, one at a time, and compared with other samplers.
 
-Each rollout has three turns. It begins with a prompt of random tokens; each generation is as long as it may be; between
-two of them come tokens that a tool might have answered. What is counted are sampled tokens a second.
+Each rollout has three turns and begins with a prompt of random tokens. Every generation has the maximum length.
+Between generations, tokens are inserted as a tool result would be. The unit is sampled tokens per second.
 """
 
 from __future__ import annotations

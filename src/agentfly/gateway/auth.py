@@ -1,12 +1,12 @@
-"""Who may call the gateway: keys, and the hosts and origins that requests name.
+"""Authentication of gateway calls: keys, and the hosts and origins that requests name.
 
-There are two kinds of keys. The harness, which runs the programs, has the gateway's, and opens, reads and ends rollouts
-by it. Each program has that of its own rollout, which is good for calls of the model in this rollout and for nothing
-else, so that no program can score itself or touch another one's record.
+There are two kinds of keys. The harness, which runs the programs, has the gateway's key. It opens, reads and finishes
+rollouts. Each program has the key of its own rollout, which only allows model calls in that rollout. So no program can
+set its own reward or access another rollout.
 
-A web page that somebody on this machine visits must not reach the gateway either. So requests of pages (by their
-``Origin``) are refused, and so are names of hosts (``Host``) under which the gateway is not known: such a name may be
-one that a page has had point here.
+A web page open in a browser on this machine must not reach the gateway either. Requests from pages (by their
+``Origin``) are refused. So are host names (``Host``) that the gateway does not know, because a page may have had such a
+name resolve to this machine (DNS rebinding).
 """
 
 from __future__ import annotations

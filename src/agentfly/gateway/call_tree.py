@@ -1,11 +1,4 @@
-"""Exchange: one request of a program and its answer. Exchanges that continue one another are a tree.
-
-ExchangeTree: the exchanges of a rollout, found by the conversations that go on from them.
-
-ProgramAPI: one of the APIs that programs speak to models by. It knows no rollouts; a session knows no API.
-
-CallLog: which calls of a program wait for an answer, and what became of the last one.
-"""
+"""The model calls of a rollout: a tree of requests and answers, and the protocols of the APIs that carry them."""
 
 from __future__ import annotations
 
@@ -28,13 +21,13 @@ from agentfly.rollouts.token_recorder import TokenRecorder, TokenSpan
 
 @dataclass(eq=False)
 class SequenceBranch:
-    """Exchanges that continue one another in one token sequence.
+    """A chain of model calls in one token sequence.
 
     Attributes:
-        name: under which the policy keeps what it knows of the branch.
-        recorder: the record of its tokens.
-        last_call: the last exchange on the record.
-        busy: whether an answer is being sampled that will continue it.
+        name: the ID under which the policy keeps its state for the branch.
+        recorder: records its tokens.
+        last_call: the last recorded call.
+        busy: whether an answer that will extend the branch is being sampled.
     """
 
     name: str
@@ -45,16 +38,16 @@ class SequenceBranch:
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A request that is to be answered.
+    """A request that is ready to be answered.
 
     Attributes:
         request: the request.
-        parent: the exchange that it continues; None for a new conversation.
-        known: how many of its messages that one holds.
+        parent: the call that it continues; None for a new conversation.
+        known: the number of its messages that belong to the parent's conversation.
         prompt: the whole conversation as ids.
-        sampling: how the answer is sampled.
-        branch: where the answer is going to stand.
-        calls: how many tool calls the conversation holds so far.
+        sampling: the effective sampling parameters.
+        branch: the branch that the answer will extend.
+        calls: the number of tool calls in the conversation so far.
         follows: the turns that led to it; see `agentfly.core.trajectory.Turn.follows`.
     """
 
@@ -70,13 +63,13 @@ class PreparedCall:
 
 @dataclass(frozen=True)
 class UnrecordedAnswer:
-    """What is kept of an exchange until it is on the record, which then has all that is needed of it.
+    """The data of a model call that is needed until the call is recorded.
 
     Attributes:
-        prompt: what was sent.
-        answer: what was answered.
-        sampling: how it was sampled.
-        seconds: how long the generation took.
+        prompt: the rendered request.
+        answer: the model's answer.
+        sampling: the effective sampling parameters.
+        seconds: the duration of the generation.
     """
 
     prompt: RenderedTokens
@@ -89,22 +82,22 @@ class UnrecordedAnswer:
 class ModelCall:
     """One request and its answer.
 
-    An answer counts as said once it has reached the program, and is on the record from then on.
+    A call is recorded once its answer has reached the program.
 
     Attributes:
-        parent: the exchange that it continues; None for a new conversation.
-        new_messages: the messages of the request that were not in the parent's conversation.
-        message: the answer, as it stands in the conversation.
-        calls: the tool calls in it.
-        asked_hash: the hash of the conversation that was answered; see `ModelRequest.hashes`.
-        hash: the same of the conversation with the answer at its end.
-        length: how many messages that one has.
+        parent: the call that it continues; None for a new conversation.
+        new_messages: the messages of the request that are not in the parent's conversation.
+        message: the answer, as a message of the conversation.
+        calls: the tool calls in the answer.
+        asked_hash: the hash of the request's conversation; see `ModelRequest.hashes`.
+        hash: the hash of the conversation including the answer.
+        length: the number of messages including the answer.
         follows: the turns that led to it.
-        branch: where it stands, or is going to stand, on the record.
-        pending: what is yet to be put on the record; None once it is there.
-        place: where its tokens stand in the trajectory; None until it is on the record.
-        turn: number of the turn, likewise.
-        continued: whether an exchange continues it.
+        branch: the branch that it belongs to.
+        pending: the data that is not recorded yet; None once it is recorded.
+        span: its tokens in the trajectory; None until it is recorded.
+        turn: the index of its turn; None until it is recorded.
+        continued: whether another call continues it.
     """
 
     parent: ModelCall | None
@@ -117,131 +110,131 @@ class ModelCall:
     follows: tuple[int, ...]
     branch: SequenceBranch
     pending: UnrecordedAnswer | None
-    place: TokenSpan | None = None
+    span: TokenSpan | None = None
     turn: int | None = None
     continued: bool = False
 
     @property
     def path(self) -> list[ModelCall]:
-        """The exchanges that led to it, and itself at the end."""
-        path, exchange = [self], self.parent
-        while exchange is not None:
-            path.append(exchange)
-            exchange = exchange.parent
+        """The calls that led to this one, and itself as the last."""
+        path, model_call = [self], self.parent
+        while model_call is not None:
+            path.append(model_call)
+            model_call = model_call.parent
         return path[::-1]
 
     @property
     def conversation(self) -> list[Message]:
-        """All messages up to the answer."""
-        return [message for exchange in self.path for message in (*exchange.new_messages, exchange.message)]
+        """All messages, up to and including the answer."""
+        return [message for model_call in self.path for message in (*model_call.new_messages, model_call.message)]
 
     def tokens(self, sequences: Sequence[TokenSequence]) -> RenderedTokens:
-        """Everything that was sent and sampled up to its answer."""
-        assert self.place is not None
-        sequence, stop = sequences[self.place.sequence], self.place.stop
+        """Return all tokens of the conversation, up to and including the answer."""
+        assert self.span is not None
+        sequence, stop = sequences[self.span.sequence], self.span.stop
         return RenderedTokens(sequence.ids[:stop], tuple(image for image in sequence.images if image.stop <= stop))
 
 
 class CallTree:
-    """The exchanges of a rollout.
+    """The model calls of a rollout, found by their conversations.
 
-    To find one takes a time that grows with the request, and hardly with how many exchanges there are.
+    A lookup takes time in proportion to the request, and nearly independent of the number of calls.
     """
 
     def __init__(self) -> None:
         self._by_hash: dict[int, list[ModelCall]] = {}
         self._beginnings: dict[int, ModelCall] = {}
 
-    def add(self, exchange: ModelCall) -> None:
-        """Another exchange."""
-        self._by_hash.setdefault(exchange.hash, []).append(exchange)
-        if exchange.parent is not None:
-            exchange.parent.continued = True
+    def add(self, model_call: ModelCall) -> None:
+        """Add a call."""
+        self._by_hash.setdefault(model_call.hash, []).append(model_call)
+        if model_call.parent is not None:
+            model_call.parent.continued = True
         else:
-            self._beginnings.setdefault(exchange.asked_hash, exchange)
+            self._beginnings.setdefault(model_call.asked_hash, model_call)
 
     def find_parent(self, request: ModelRequest) -> ModelCall | None:
-        """The exchange that a request continues, the deepest one.
+        """Return the deepest call that a request continues, or None.
 
-        Of several that said the same, it is one that nothing has continued yet.
+        Among calls with equal conversations, one that has not been continued is preferred.
         """
         for length in range(len(request.conversation) - 1, 0, -1):
             fitting = self._by_hash.get(request.hashes[length], ())
-            for exchange in sorted(fitting, key=lambda one: one.continued or one.branch.busy):
-                if exchange.length == length and _is_repeated(exchange, request):
-                    return exchange
+            for model_call in sorted(fitting, key=lambda one: one.continued or one.branch.busy):
+                if model_call.length == length and _is_repeated(model_call, request):
+                    return model_call
         return None
 
     def find_same_start(self, request: ModelRequest) -> ModelCall | None:
-        """The exchange by which the same conversation was begun before, if it was."""
+        """Return the earlier call that started the same conversation, or None."""
         found = self._beginnings.get(request.hashes[-1])
         if found is None or len(found.new_messages) != len(request.conversation):
             return None
         return found if all(map(same_message, found.new_messages, request.conversation)) else None
 
 
-def _is_repeated(exchange: ModelCall, request: ModelRequest) -> bool:
-    """Whether a request begins with the conversation of an exchange."""
-    return all(map(same_message, exchange.conversation, request.conversation))
+def _is_repeated(model_call: ModelCall, request: ModelRequest) -> bool:
+    """Return whether a request begins with the conversation of a call."""
+    return all(map(same_message, model_call.conversation, request.conversation))
 
 
 class ProgramResponse(Protocol):
-    """An answer of the model, as the API writes it."""
+    """An answer of the model in the format of the API."""
 
     def whole(self) -> Mapping[str, Any]:
-        """The answer in one piece, as JSON."""
+        """Return the complete answer, as JSON."""
         ...
 
     def events(self) -> Iterable[bytes]:
-        """The answer as server-sent events, which together say the same."""
+        """Return the answer as server-sent events with the same content."""
         ...
 
 
 class ProgramCall(Protocol):
-    """A request that was read."""
+    """A parsed request of a program."""
 
     @property
     def request(self) -> ModelRequest:
-        """What is asked of the model."""
+        """The request to the model."""
         ...
 
     @property
     def streams(self) -> bool:
-        """Whether the answer is to be server-sent events."""
+        """Whether the program wants server-sent events."""
         ...
 
     def reply(self, answered: UnrecordedAnswer) -> ProgramResponse:
-        """The answer, of which nothing changes any more."""
+        """Return the final answer in the format of the API."""
         ...
 
     def failed(self, refusal: RequestError) -> bytes:
-        """The event that ends a stream which cannot be answered any more by a status."""
+        """Return the event that reports an error in a stream whose status is already sent."""
         ...
 
 
 class ProgramAPI(Protocol):
-    """How requests are read and answers written."""
+    """An API that programs use to call models. It parses requests and writes answers, and knows no rollouts."""
 
     @property
     def path(self) -> str:
-        """Where requests go, below a rollout's base URL."""
+        """The path of requests, below a rollout's base URL."""
         ...
 
     def read(self, body: bytes) -> ProgramCall:
-        """A request from the body that was sent. It may run on any thread.
+        """Parse the body of a request. It may run on any thread.
 
         Raises:
-            Refusal: it is none, it exceeds a limit, or it asks for what cannot be done.
+            RequestError: the body is not a valid request, exceeds a limit, or needs an unsupported feature.
         """
         ...
 
 
 class CallTracker:
-    """The calls of one rollout's program, as far as they say how the rollout ended.
+    """Tracks the calls of a program, to find out how its rollout ended.
 
     Attributes:
-        failure: why the last call failed; None if it did not.
-        refusal: why the last call that was refused was.
+        failure: the failure of the last call; None if it succeeded.
+        refusal: the error text of the last refused call; empty if there is none.
     """
 
     def __init__(self) -> None:
@@ -254,7 +247,7 @@ class CallTracker:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call waits for its answer within."""
+        """Track a call that waits for its answer inside the block."""
         self._begun += 1
         number = self._begun
         self._waiting.add(number)
@@ -267,30 +260,30 @@ class CallTracker:
             self._waiting.discard(number)
 
     def delivered(self) -> None:
-        """The program has an answer. It makes up for the calls before it."""
+        """Note a delivered answer. It cancels out the failures of earlier calls."""
         self._given_up, self._begun_before_answer = False, self._begun
 
     def mark_lost(self) -> None:
-        """The program was not there any more when an answer was."""
+        """Note that the program had disconnected before its answer was ready."""
         self._given_up = True
 
     @property
     def abandoned(self) -> bool:
-        """Whether the program does not wait for its last answer any more, or must not as of now.
+        """Whether the program's last call is unanswered: it was given up, or it is still waiting.
 
-        A call that was made before another one was answered does not count: the program had no more need of it.
+        A call that began before the last delivered answer does not count, because the program went on without it.
         """
         return self._given_up or any(map(self._is_last, self._waiting))
 
     def no_answer_failure(self) -> Failure:
-        """Why a rollout in which no call was answered counts as failed: the policy had no part in it."""
+        """Return the failure of a rollout without any answered call, which the policy did not cause."""
         if self.abandoned:
-            told = "It gave up its last call before the model had answered."
+            reason = "It gave up its last call before the model had answered."
         elif self.refusal:
-            told = f"Its last call was refused: {self.refusal:.500}"
+            reason = f"Its last call was refused: {self.refusal:.500}"
         else:
-            told = "It made no call: was it told the base URL and the key of its rollout?"
-        message = f"No call of the program was answered, so the model had no part in the rollout. {told}"
+            reason = "It made no call: was it told the base URL and the key of its rollout?"
+        message = f"No call of the program was answered, so the model had no part in the rollout. {reason}"
         return Failure(Boundary.USAGE, "NoModelCalls", message, by_policy=False)
 
     def _is_last(self, number: int) -> bool:

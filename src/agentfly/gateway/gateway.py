@@ -45,13 +45,12 @@ class Gateway:
     ::
 
         async with Gateway(policy) as gateway:
-            endpoint = gateway.open("task-7.0")  # the program's base URL, and a key for this rollout alone
-            …  # have the program do its work, with `endpoint.environment`
+            endpoint = gateway.open("task-7.0")  # the program's base URL, and a key for this rollout only
+            …  # run the program with `endpoint.environment`
             trajectory = gateway.finish("task-7.0", task=task, reward=1.0)
 
-    Calls may run at a time, also within a rollout. See `agentfly.gateway.session.ProgramSession` for how they become token
-    sequences. A program can make calls of the model in its own rollout, and nothing else: see
-    `agentfly.gateway.auth`.
+    Calls may run in parallel, also within a rollout. `agentfly.gateway.session.ProgramSession` describes how they
+    become token sequences. A program can only make model calls in its own rollout: see `agentfly.gateway.auth`.
 
     Args:
         policy: samples; it belongs to the caller, who enters and leaves it.

@@ -1,6 +1,7 @@
-"""What a harness asks of the gateway over HTTP: to open a rollout, and to finish it.
+"""The HTTP server of the gateway: routes, access checks and responses.
 
-The gateway's HTTP: routes, who may use them, and how answers are sent. On aiohttp, of the extra ``gateway``.
+It serves the harness (open, read and finish rollouts) and the programs (model calls). It needs aiohttp, from the extra
+``gateway``.
 """
 
 from __future__ import annotations

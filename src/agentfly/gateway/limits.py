@@ -1,10 +1,7 @@
-"""Refusal: a request that is answered with an error.
+"""Limits on what programs may send and use, and the errors for requests that exceed them.
 
-GatewayLimits: what programs may take of the gateway. They are not trusted: one must not hold up the others.
-
-Allowance: what a rollout's program has taken of what it may.
-
-JSON values as programs may send and get them: of bounded depth, with finite numbers and whole characters.
+Programs are not trusted: one program must not block the others. JSON values have a bounded depth, finite numbers and
+valid characters.
 """
 
 from __future__ import annotations

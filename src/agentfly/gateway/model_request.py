@@ -1,7 +1,4 @@
-"""ModelRequest: what a program asks of the model, in one form whichever API it speaks.
-
-RolloutSampling: how the model samples in a rollout, whatever the program asks for.
-"""
+"""A program's request to the model, independent of the API, and the sampling parameters of a rollout."""
 
 from __future__ import annotations
 

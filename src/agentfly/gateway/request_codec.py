@@ -1,7 +1,4 @@
-"""ProgramTool: a tool that a program describes and runs itself, as tool-call formats ask about it.
-
-ModelCodec: how a program's conversations are shown to one model, and how what it says is read.
-"""
+"""Conversion between a program's conversations and the model's tokens, including tools that the program runs."""
 
 from __future__ import annotations
 
@@ -120,9 +117,9 @@ class RequestCodec:
 
     Args:
         chat: the model's chat format.
-        calls: the tool-call format. Where its ``uses_chat_template`` says so, the model's template describes the tools and
-            writes the calls; otherwise a system message does, and calls and results are texts.
-        no_tools: why the chat format cannot carry conversations with tools, if it cannot.
+        calls: the tool-call format. With ``uses_chat_template``, the model's template describes the tools and writes
+            the calls. Otherwise a system message describes them, and calls and results are plain text.
+        no_tools: the reason why the chat format does not support tools; None if it does.
     """
 
     def __init__(self, chat: ChatFormat, calls: ToolCallFormat, no_tools: ChatFormatError | None = None) -> None:

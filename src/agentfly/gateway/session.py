@@ -1,7 +1,4 @@
-"""HeavyWork: what takes long enough to hold up the event loop, done on threads, a few at a time.
-
-Session: the calls that a program makes in one rollout, and the record of them.
-"""
+"""One rollout of a program: its model calls, and the trajectory that they produce."""
 
 from __future__ import annotations
 
@@ -30,27 +27,26 @@ from agentfly.rollouts.token_recorder import TokenRecorder, TokenSpan
 T = TypeVar("T")
 
 OFFLOAD_CHARS = 32_768
-"""From so many characters or bytes on, reading or rendering them is heavy work: it takes milliseconds."""
+"""Size in characters or bytes from which reading or rendering takes milliseconds and runs on a thread."""
 
-AT_A_TIME = 2
+MAX_CONCURRENT = 2
 
 
 class ThreadOffloader:
-    """Does work on the event loop where there is little of it, and otherwise on a thread.
+    """Runs small work on the event loop, and larger work on a thread.
 
-    Work that was begun is waited for even where nobody wants it any more, so that callers who give up cannot pile it
-    up.
+    Work that has started is awaited even after its caller is cancelled. So cancelled callers cannot pile up threads.
     """
 
     def __init__(self) -> None:
-        self._free = asyncio.Semaphore(AT_A_TIME)
+        self._free = asyncio.Semaphore(MAX_CONCURRENT)
 
     async def run(self, work: Callable[[], T], *, size: int) -> T:
-        """What work gives.
+        """Return the result of ``work``.
 
         Args:
-            work: the work; it must be of a kind that a thread can do.
-            size: how many characters or bytes it is about.
+            work: a thread-safe function.
+            size: the number of characters or bytes that it processes.
         """
         if size < OFFLOAD_CHARS:
             return work()
@@ -59,24 +55,23 @@ class ThreadOffloader:
 
 
 _BYTES_A_TOKEN = 40
-"""What a token takes on the record: its id, where it came from, two log-probs and the version, with room to grow."""
+"""Memory of a recorded token: id, source, two log-probs and version, with room to grow."""
 
 
 class ProgramSession:
     """One rollout of a program.
 
-    A call whose messages go on from what this rollout was answered continues those tokens, exactly as they were
-    sampled; one that goes on from an earlier answer, or beside another call that does so, begins a sequence of its own
-    with the same tokens before it, of which none is trained twice. Other messages begin a new conversation. Nothing is
-    recorded before the program has its answer.
+    A call that continues the latest answer extends its token sequence, exactly as sampled. A call that continues an
+    earlier answer, or runs in parallel to such a call, starts a new sequence with the shared tokens as untrained
+    prompt. Other messages start a new conversation. An answer is recorded once it has been delivered to the program.
 
     Args:
-        rollout_id: the rollout's name.
-        policy: samples.
-        codec: shows conversations to the model, and reads its answers.
-        sampling: how the model samples.
-        limits: what the program may take.
-        heavy: does what takes long.
+        rollout_id: the rollout's ID.
+        policy: samples the answers.
+        codec: renders conversations for the model, and parses its answers.
+        sampling: the sampling parameters of the rollout.
+        limits: the limits of the program.
+        heavy: runs large work on threads.
     """
 
     def __init__(
@@ -94,7 +89,7 @@ class ProgramSession:
         self._codec = codec
         self._sampling = sampling
         self._heavy = heavy
-        self._preparing = asyncio.Lock()  # one request at a time is heavy work, so that rollouts take turns
+        self._preparing = asyncio.Lock()  # prepare one request at a time, so that rollouts take turns
         self._tree = CallTree()
         self._branches: list[SequenceBranch] = []
         self._named = 0
@@ -112,10 +107,10 @@ class ProgramSession:
 
     @contextmanager
     def call(self, size: int) -> Iterator[None]:
-        """A call of the program is answered within. Its request has ``size`` bytes.
+        """Answer a call of the program inside the block. Its request has ``size`` bytes.
 
         Raises:
-            Refusal: the rollout is over, or answers as many calls as it may.
+            RequestError: the rollout is over, or already answers its maximum number of calls.
         """
         self._require_open()
         with self._allowance.call(size):
@@ -126,18 +121,18 @@ class ProgramSession:
                 raise
 
     async def decode(self, decode: Callable[[], T], *, size: int) -> T:
-        """What a request of the program says."""
+        """Decode a request of the program, on a thread if it is large."""
         async with self._preparing:
             return await self._heavy.run(decode, size=size)
 
     async def answer(self, request: ModelRequest) -> ModelCall:
-        """Have the model answer a request. Cancelling it aborts the generation, and leaves nothing on the record.
+        """Have the model answer a request. Cancelling it aborts the generation and records nothing.
 
         Raises:
-            Refusal: the rollout is over, also if it was finished meanwhile, or its record is full.
+            RequestError: the rollout is over, or was finished during the call, or its record is full.
             PromptTooLong: the conversation leaves no room for an answer.
-            ChatFormatError: the model's chat template refuses the conversation.
-            AgentFlyError: the policy failed. Unless a later call goes well, the rollout counts as spoiled by it.
+            ChatFormatError: the model's chat template rejects the conversation.
+            AgentFlyError: the policy failed. The rollout counts as failed unless a later call succeeds.
         """
         self._require_open()
         with self._allowance.answer(), self._log.call():
@@ -148,68 +143,68 @@ class ProgramSession:
             self._require_open()
         self._log.failure = None
         answer = self._codec.read(generation, request, first_call=question.calls)
-        exchange = _exchange(question, answer, time.perf_counter() - started)
-        self._tree.add(exchange)
-        self._allowance.record_bytes += size_of([*exchange.new_messages, exchange.message]) + _waiting_bytes(
-            exchange.pending
+        model_call = _exchange(question, answer, time.perf_counter() - started)
+        self._tree.add(model_call)
+        self._allowance.record_bytes += size_of([*model_call.new_messages, model_call.message]) + _waiting_bytes(
+            model_call.pending
         )
-        return exchange
+        return model_call
 
-    def mark_delivered(self, exchange: ModelCall) -> None:
-        """The program has got an answer."""
+    def mark_delivered(self, model_call: ModelCall) -> None:
+        """Record an answer that the program has received."""
         if not self._closed:
-            with contextlib.suppress(TokenInvariantError):  # which spoils the rollout, and it is too late to say so
-                self.record(exchange)
+            with contextlib.suppress(TokenInvariantError):  # the rollout fails, but the answer is already sent
+                self.record(model_call)
 
-    def mark_undelivered(self, exchange: ModelCall, request: bytes, *, seen_in_part: bool) -> None:
-        """An answer did not arrive as a whole: it is kept for the program to ask the same again.
+    def mark_undelivered(self, model_call: ModelCall, request: bytes, *, seen_in_part: bool) -> None:
+        """Keep an answer that did not arrive completely, for a retry of the same request.
 
-        If the program has seen a part of it, it may have acted on that. So where it does not ask again, the answer is
-        on the record all the same.
+        If the program has seen a part of it, it may have acted on that part. Then the answer is recorded even without
+        a retry.
         """
-        if exchange.pending is not None:
-            self._undelivered.setdefault(request, []).append(exchange)
+        if model_call.pending is not None:
+            self._undelivered.setdefault(request, []).append(model_call)
             if seen_in_part:
-                self._seen_in_part[id(exchange)] = exchange
+                self._seen_in_part[id(model_call)] = model_call
             else:
                 self._log.mark_lost()
 
     def undelivered_answer(self, request: bytes) -> ModelCall | None:
-        """The first answer to the same request that the program did not get, if there is one."""
+        """Return the first undelivered answer to the same request, or None."""
         waiting = self._undelivered.pop(request, [])
         while waiting:
-            exchange = waiting.pop(0)
-            if exchange.pending is not None:
+            model_call = waiting.pop(0)
+            if model_call.pending is not None:
                 if waiting:
                     self._undelivered[request] = waiting
-                self._seen_in_part.pop(id(exchange), None)
-                return exchange
+                self._seen_in_part.pop(id(model_call), None)
+                return model_call
         return None
 
-    def record(self, exchange: ModelCall) -> None:
-        """Put an exchange on the record, unless it is there.
+    def record(self, model_call: ModelCall) -> None:
+        """Record a call, unless it is recorded already.
 
         Raises:
-            TokenInvariantError: its tokens are not what they should be. The rollout is spoiled.
+            TokenInvariantError: its tokens violate the invariants of token sequences. The rollout fails.
         """
-        pending = exchange.pending
+        pending = model_call.pending
         if pending is None:
             return
         self._log.delivered()
         try:
-            place = self._record_tokens(exchange, pending)
+            place = self._record_tokens(model_call, pending)
         except TokenInvariantError as error:
             self._failure = Failure.of(error)
             raise
-        exchange.place, exchange.turn, exchange.pending = place, len(self.trajectory.turns), None
-        self._latest = exchange
+        model_call.span, model_call.turn, model_call.pending = place, len(self.trajectory.turns), None
+        self._latest = model_call
         self._replaced.add(pending.sampling)
         self.trajectory.untrainable = self.trajectory.untrainable or pending.sampling.untrainable
         answer = pending.answer
         reasoning, content = answer.message.get("reasoning_content"), text_of(answer.message["content"])
         self.trajectory.turns.append(
             Turn(
-                index=exchange.turn,
+                index=model_call.turn,
                 sequence=place.sequence,
                 start=place.start,
                 stop=place.stop,
@@ -218,16 +213,16 @@ class ProgramSession:
                 generation_seconds=pending.seconds,
                 reasoning=reasoning,
                 content=None if content == answer.text else content,
-                follows=exchange.follows,
+                follows=model_call.follows,
                 prompt_tokens=len(pending.prompt.ids),
                 sampled_tokens=place.stop - place.start,
             )
         )
-        for before in exchange.follows:
+        for before in model_call.follows:
             self._ends.pop(before, None)
-        self._ends[exchange.turn] = None
-        if exchange.parent is not None:
-            self._record_results(exchange.parent, exchange.new_messages)
+        self._ends[model_call.turn] = None
+        if model_call.parent is not None:
+            self._record_results(model_call.parent, model_call.new_messages)
 
     def finish(
         self,
@@ -239,14 +234,13 @@ class ProgramSession:
         metrics: Mapping[str, float],
         failure: Failure | None,
     ) -> Trajectory:
-        """End the rollout, with what runs in it, and close the record.
+        """End the rollout and its running calls, and return the trajectory.
 
-        The reward does not count where something else than the policy has spoiled the rollout, nor where the program
-        has had no answer of the model at all.
+        The reward is dropped if the rollout failed for a reason outside the policy, or if no call was answered.
         """
         given_up = self._log.abandoned
-        for exchange in self._seen_in_part.values():
-            self.mark_delivered(exchange)
+        for model_call in self._seen_in_part.values():
+            self.mark_delivered(model_call)
         self.close()
         try:
             for branch in self._branches:
@@ -261,7 +255,7 @@ class ProgramSession:
         trajectory.failure = self._failure or failure or self._log.failure
         if trajectory.failure is None and not trajectory.turns:
             trajectory.failure = self._log.no_answer_failure()
-        spoiled = trajectory.infrastructure_failed  # and nothing that it earned counts
+        spoiled = trajectory.infrastructure_failed  # its reward does not count
         trajectory.reward = None if spoiled else reward
         trajectory.finish = self._finish_reason(given_up)
         trajectory.notes = self._notes(reward if spoiled else None)
@@ -270,7 +264,7 @@ class ProgramSession:
         return trajectory
 
     def close(self) -> None:
-        """End what runs in the rollout, and answer no more."""
+        """Cancel the running calls, and refuse further ones."""
         self._closed = True
         self._undelivered.clear()
         for running in self._running:
@@ -279,17 +273,17 @@ class ProgramSession:
             self._policy.release_rollout(branch.name)
 
     async def _question(self, request: ModelRequest) -> PreparedCall:
-        """Find out what a request continues, and render it."""
+        """Find the call that a request continues, and render the request."""
         sampling = self._sampling.resolve(request.sampling)
         parent = self._tree.find_parent(request)
         before = None
         if parent is not None:
-            self.record(parent)  # whoever goes on from an answer has got it
+            self.record(parent)  # a program that continues an answer has received it
             before = parent.tokens(self.trajectory.sequences)
             assert parent.turn is not None
             follows: tuple[int, ...] = (parent.turn,)
         else:
-            # A new conversation comes after all that was answered before it, such as one with the past summed up.
+            # A new conversation follows all earlier answers: it may hold a summary of them.
             same = self._tree.find_same_start(request)
             follows = same.follows if same is not None else tuple(self._ends)
         known = parent.length if parent is not None else 0
@@ -305,7 +299,7 @@ class ProgramSession:
         return PreparedCall(request, parent, known, prompt, sampling, self._branch_after(parent), calls, follows)
 
     def _rendered(self, request: ModelRequest, known: int, before: RenderedTokens | None) -> RenderedTokens:
-        """A request as ids, those of the exchange that it continues first, unless the chat format rewrites them."""
+        """Render a request. It keeps the ids of the call that it continues, unless the chat format rewrites them."""
         conversation, tools = request.conversation, request.tools
         prompt = None
         if before is not None:
@@ -339,23 +333,23 @@ class ProgramSession:
             if isinstance(error, Exception):
                 self._log.failure = Failure.of(error)
             elif self._closed and not _is_cancelled():
-                self._require_open()  # it is the rollout that ended, and the program is told
+                self._require_open()  # the rollout has ended: report that to the program
             raise
         finally:
             branch.busy = False
             self._running.discard(running)
 
-    def _record_tokens(self, exchange: ModelCall, pending: UnrecordedAnswer) -> TokenSpan:
-        branch = exchange.branch
-        if branch.last_call is not None and branch.last_call is not exchange.parent:
+    def _record_tokens(self, model_call: ModelCall, pending: UnrecordedAnswer) -> TokenSpan:
+        branch = model_call.branch
+        if branch.last_call is not None and branch.last_call is not model_call.parent:
             branch = self._new_branch()  # another answer was faster
-        before = branch.last_call.place if branch.last_call is not None else None
+        before = branch.last_call.span if branch.last_call is not None else None
         branch.recorder.continue_or_begin(pending.prompt)
         branch.recorder.prompt_ids()
         place = branch.recorder.append_sampled(pending.answer.generation)
         known = before.stop if before is not None and before.sequence == place.sequence else 0
         self._allowance.record_bytes += _BYTES_A_TOKEN * (place.stop - known) - _waiting_bytes(pending)
-        branch.last_call, exchange.branch = exchange, branch
+        branch.last_call, model_call.branch = model_call, branch
         return place
 
     def _record_results(self, parent: ModelCall, new: Sequence[Message]) -> None:

@@ -1,10 +1,10 @@
-"""FarSide: a real HTTP server of an OpenAI-compatible API that misbehaves on request, in every way such a server does.
+"""A real HTTP server of an OpenAI-compatible API that fails on request, in every way that such a server can.
 
 ::
 
-    async with FarSide() as far_side:
-        far_side.script += [fails(429, retry_after="1"), stalls, says("hello")]
-        spec = ModelAPISpec(base_url=far_side.url, model="m")
+    async with FakeOpenAIServer() as server:
+        server.script += [fails(429, retry_after="1"), stalls, says("hello")]
+        spec = ModelAPISpec(base_url=server.url, model="m")
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ServerReply = Callable[[ReceivedRequest, asyncio.StreamWriter], Awaitable[None]]
 class FakeOpenAIServer:
     """The server, as an async context manager.
 
-    Each request is answered by the next of ``script``, and by ``default_reply`` when there is none. It can be entered again
+    Each request takes the next reply of ``script``, or ``default_reply`` when none is left. It can be entered again
     once it has been left, and is at the same port then.
 
     Attributes:

@@ -1,9 +1,9 @@
-"""A fake resource that fails, hangs, dawdles or dies as told, to test what uses resources.
+"""A fake resource that fails, hangs, delays or dies on request, for tests of code that uses resources.
 
 >>> world = FakeWorld()
 >>> spec = FakeSpec(world=world, capacity=2)
 
-``world.alive`` then says what exists, whatever the engine believes.
+``world.alive`` then holds the instances that exist, independent of the engine's state.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return future
 
     def notice_thread(self, outcome: asyncio.Future[Any]) -> None:
-        """A thread works for the loop until ``outcome`` is there. AgentFly's threads say so (`agentfly.core.threads`)."""
+        """Count a thread that works for the loop until ``outcome`` is done, as `agentfly.core.threads` reports it."""
         self._in_threads += 1
         outcome.add_done_callback(self._thread_done)
 

@@ -1,7 +1,7 @@
-"""StandInVLLM: a stand-in for a server of vLLM that speaks the paths a policy asks, and misbehaves as it is told.
+"""A fake vLLM server that serves the paths a policy uses, and fails on request.
 
 Its "model" gives every token the log-prob of minus the ``bias`` of its weights, and samples ids counted up from the
-prompt's last. So what a server serves can be told from its log-probs, as from a real one's.
+prompt's last. So the log-probs show which weights a server has loaded.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""How well a pool is used: many rollouts that want few instances, against the exact optimum of the same work.
+"""Pool utilization: many rollouts that share few instances, against the exact optimum of the same work.
 
-Each rollout waits for a known time, as for its first generation, then needs an instance for its next tool calls and
-generations, all of known length, and gives it back. All need theirs equally long: then serving them in the order in
-which they come is a best possible schedule (jobs of equal length with release times on identical machines: whenever a
-machine is free and a job has come, a job begins; to delay it gains nothing, and which one it is makes no difference),
-so that the optimum is known exactly: the end of that schedule, computed with nothing added to it.
+Each rollout waits for a known time, as for its first generation. It then holds an instance for its next tool calls and
+generations, all of known length, and releases it. All rollouts hold an instance equally long. Then first come, first
+served is an optimal schedule (jobs of equal length with release times on identical machines: whenever a machine is free
+and a job has been released, it starts). The optimum is the end of that schedule, without any overhead.
 """
 
 from __future__ import annotations

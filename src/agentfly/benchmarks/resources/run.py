@@ -95,12 +95,13 @@ def run_resources_bench(parts: Collection[str] = PARTS, image: str | None = None
 
     Args:
         parts: what of `PARTS` to measure.
-        image: see `agentfly.benchmarks.resources.container_engines.measure_engine_backend`; bubblewrap takes a path only.
+        image: see `container_engines.measure_engine_backend` of this package; bubblewrap takes a path only.
 
     Returns:
         By part. ``engine``: see `measure_engine`. ``occupancy``: see `agentfly.benchmarks.resources.engine`.
-        ``environments``: see `agentfly.benchmarks.resources.environments`. The backends: see `agentfly.benchmarks.resources.sandboxes` and
-        `agentfly.benchmarks.resources.container_engines`. What cannot be measured here is ``{"missing": why}``.
+        ``environments``: see `agentfly.benchmarks.resources.environments`. The backends: see
+        `agentfly.benchmarks.resources.sandboxes` and `agentfly.benchmarks.resources.container_engines`. A part that
+        cannot be measured here is ``{"missing": why}``.
 
     Raises:
         ConfigError: there is no such part.

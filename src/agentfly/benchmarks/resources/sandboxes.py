@@ -1,7 +1,7 @@
-"""What a container costs beside the bare program: starts, resets and ends, commands, files, and many alive at once.
+"""Cost of a container against the bare program: starts, resets, removals, commands, files, and many at once.
 
-`measure_backend` and `measure_many` take any spec, so that every backend is measured in the same way; what the bare
-program of a backend does is given to them.
+`measure_backend` and `measure_many` take any spec, so every backend is measured in the same way. The caller passes the
+equivalent operations of the backend's bare program.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a workload takes: wall time against the best possible, processor time a turn, and memory a rollout.
-
-The measurements of rollouts as a table for people.
-"""
+"""Measurements of a workload: wall time against the optimum, CPU time per turn, and memory per rollout."""
 
 from __future__ import annotations
 

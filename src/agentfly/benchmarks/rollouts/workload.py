@@ -1,7 +1,4 @@
-"""Latency: how long the calls of a workload take, drawn from a seeded generator.
-
-Workload: a seeded batch of rollouts whose every call takes a known time, and the best that can be done with it.
-"""
+"""A seeded batch of rollouts whose calls have known latencies, and the optimal wall time for it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""How fast training is: AgentFly against trl's GRPOTrainer, on the same work, each in a process of its own.
+"""Training throughput: AgentFly against trl's GRPOTrainer on the same work, each in its own process.
 
-Both train the same model in the same number format, on the same prompts rendered by the same chat template, with the
-same group size, exactly as many sampled tokens, one AdamW update of all weights a step, no divergence from a reference,
-no gradient checkpointing, and the same number of threads. What is counted are sampled tokens a second of whole steps:
-rollouts, scoring and update. The first step, in which things happen that happen once, is left out.
+Both train the same model in the same number format, on the same prompts with the same chat template. Group size, number
+of sampled tokens and number of threads are equal. Each step is one AdamW update of all weights, without KL divergence
+and without gradient checkpointing. The unit is sampled tokens per second over whole steps: rollouts, scoring and
+update. The first step is excluded, because it includes one-time costs.
 """
 
 from __future__ import annotations

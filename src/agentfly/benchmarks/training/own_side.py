@@ -1,6 +1,6 @@
-"""AgentFly's side of ``agentfly bench training``, as a program: a `Trainer` and the embedded policy.
+"""AgentFly's side of ``agentfly bench training``, as a program: a `Trainer` with the embedded policy.
 
-It is given a `TrainingWork` as JSON and prints a `SideResult` as JSON.
+It takes a `TrainingWork` as JSON and prints a `SideResult` as JSON.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Server-sent events, which streams consist of.
-
-Completions: an answer as OpenAI's API writes it, in one piece and as a stream.
-
-ChatCompletions: OpenAI's chat completions as an API of programs.
-"""
+"""OpenAI's chat completions API: responses in one piece or as server-sent events."""
 
 from __future__ import annotations
 

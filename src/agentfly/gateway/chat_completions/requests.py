@@ -1,7 +1,4 @@
-"""ChatRequest: a request for a chat completion as OpenAI's API has it, as far as the gateway speaks it.
-
-A program's messages in one form, whatever its client library makes of them.
-"""
+"""Chat completion requests of OpenAI's API, and their messages in the form that the gateway uses."""
 
 from __future__ import annotations
 

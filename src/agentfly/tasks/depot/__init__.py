@@ -1,7 +1,7 @@
-"""The depot: fetch something from where it is kept and bring it to another room. A task of many steps, for studies.
+"""The depot: fetch an item and bring it to another room. A task of many steps, for studies.
 
-An errand takes three to six right steps in a small world, whose states are met again and again, by other attempts and
-by the same one. Only the end of an errand is rewarded. `agentfly bench study` compares ways of learning on it.
+An errand takes three to six correct steps in a small world. Its states recur within and across attempts. Only the end
+of an errand is rewarded. `agentfly bench study` compares training algorithms on it.
 """
 
 from agentfly.tasks.depot.agent import depot_agent, forgetful_depot_agent, oracle

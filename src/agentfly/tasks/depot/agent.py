@@ -1,7 +1,4 @@
-"""The agents that run errands in the depot.
-
-The oracle: the shortest way to do an errand, which proves that it can be done.
-"""
+"""The agents of the depot task, and an oracle that solves every errand in the fewest turns."""
 
 from __future__ import annotations
 

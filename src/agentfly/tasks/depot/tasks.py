@@ -1,6 +1,6 @@
-"""The errands of the depot: this lies there, bring it to that room.
+"""The errands of the depot: bring an item from one room to another.
 
-How the rooms lie is told to nobody: an agent sees it as it walks, and learns it.
+No prompt describes the plan of the rooms. An agent observes it while walking, and learns it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What an agent can do in the depot: go, take and put. Each rollout has a depot of its own.
-
-What a rollout in the depot is worth.
-"""
+"""The tools of the depot (go, take, put) and its reward. Each rollout has its own depot."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The stockroom: look at the shelf that is asked for, then order what the shop wants for it. The task of the demo.
+"""The stockroom: check the requested shelf, then order what the shop needs for it. The task of the demo.
 
-Two turns, a sandbox, and a rule that is nowhere written down: it is learned. `agentfly demo` trains on it.
+A task has two turns in a sandbox and follows a rule that must be learned. `agentfly demo` trains on it.
 """
 
 from agentfly.tasks.stockroom.agent import ABOUT, action_agent, hermes_agent, oracle, thoughtful_agent

@@ -1,9 +1,4 @@
-"""The agents that keep the stockroom.
-
-The oracle: the answers that earn the full reward, which prove that the task can be solved.
-
-What the stockroom is, for those who watch an agent learn in it.
-"""
+"""The agents of the stockroom task, its oracle of full-reward answers, and its description for viewers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The shop: what it keeps, how full a shelf can be, what it wants ordered then, and the tasks made of that.
+"""The tasks of the stockroom: its items, the stock levels, and the order that each level requires.
 
-The rule by which the shop orders, `ORDERS`, is told to nobody: an agent learns it from its rewards.
+No prompt states the ordering rule, `ORDERS`. An agent learns it from rewards.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What an agent can do in the stockroom: check a shelf, and order. Each rollout has a stockroom of its own.
-
-What a rollout in the stockroom is worth.
-"""
+"""The tools of the stockroom (check, order) and its reward. Each rollout has its own stockroom."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class DecompressingReader(_SequentialReader):
         """See `ByteReader.read`.
 
         Raises:
-            BrokenArchive: it is garbled, or broken off.
+            MalformedArchive: it is malformed or truncated.
         """
         if self._served == len(self._buffer):
             self._buffer, self._served = self._next_piece(), 0
@@ -206,7 +206,7 @@ def open_decompressed(content: ByteReader, token: CancelToken) -> ByteReader:
     """What bytes stand for if they are compressed, in a way that they tell themselves; otherwise the same bytes.
 
     Raises:
-        BrokenArchive: they are compressed in a way that cannot be read here.
+        MalformedArchive: the compression is not supported here.
     """
     start = content.read(10)
     content.seek(0)

@@ -106,7 +106,7 @@ class EngineSandbox(Sandbox):
         self._in_background(self._remove(old))
 
     async def stop(self) -> None:
-        """See `Sandbox.end`."""
+        """See `Sandbox.stop`."""
         for shell in self._shells.values():
             await shell.close()
         self._shells.clear()

@@ -93,7 +93,7 @@ class EnrootSandbox(Sandbox):
             ) from error
 
     async def stop(self) -> None:
-        """See `Sandbox.end`."""
+        """See `Sandbox.stop`."""
         await self._ports.close()
         if self._launching is not None and self._launched is None:
             with contextlib.suppress(OSError):

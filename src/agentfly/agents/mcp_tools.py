@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SLOW_START_S = 0.2
-"""Seconds from which on the start of a server is told to cost time in every rollout."""
+"""Duration in seconds from which the start of a server is reported as slow."""
 
 
 def mcp_tools(
@@ -44,35 +44,35 @@ def mcp_tools(
     max_output_tokens: int = MAX_OUTPUT_TOKENS,
     retries: int = 0,
 ) -> list[Tool]:
-    """The tools of a server of the Model Context Protocol, for ``Agent(tools=[*mcp_tools(SPEC)])``.
+    """Return the tools of a Model Context Protocol server, for ``Agent(tools=[*mcp_tools(SPEC)])``.
 
-    The server is started once, or connected to, to be asked which tools it has, and ended again; this waits for that.
-    In a rollout it is a resource like any other: got at the first call, and given back at the rollout's end. A warning
-    tells how long a start takes where each rollout pays for one.
+    The call starts or contacts the server once, lists its tools, and stops it again. In a rollout the server is a
+    resource like any other: acquired at the first call, and released at the end of the rollout. A warning reports a
+    slow start where each rollout pays for one.
 
-    What the server says is an error of a tool is told to the model. A server that dies, cannot be reached or does not
-    keep to the protocol is a failure of infrastructure, as with every resource. One at an address that has forgotten a
-    session is called in a new one, if that loses nothing: with scope ``rollout`` only for the first call.
+    Errors that the server reports for a tool are shown to the model. A server that dies, is unreachable or violates the
+    protocol is an infrastructure failure. If a remote server has lost a session, the call is repeated in a new session
+    where no state is lost: with scope ``rollout`` only at the first call.
 
-    Texts and images become the observation, what the server calls structured content is in the record's ``info`` under
-    ``structured``, and of what a model cannot be shown, such as sounds, it is told what it is.
+    Texts and images become the observation. Structured content is in the record's ``info`` under ``structured``. Other
+    content, such as audio, is replaced by a description.
 
     Args:
         spec: the server.
         only: names of the tools to take; None for all.
-        prefix: how the tools' names begin, to tell apart the tools of two servers. Of a name, what a model cannot call
-            becomes ``_``.
-        scope: ``rollout`` for a server that this rollout has for itself; ``global`` for one shared by all, right where
-            it keeps nothing of anybody; ``call`` for a fresh one each call.
-        timeout_s: as of `agentfly.tool`: seconds until the model is told that a call took too long.
-        max_output_tokens: as of `agentfly.tool`.
-        retries: as of `agentfly.tool`.
+        prefix: prefix of the tools' names, to distinguish the tools of two servers. Invalid characters of a name become
+            ``_``.
+        scope: ``rollout`` for one server per rollout; ``global`` for a shared one, if it keeps no state; ``call`` for a
+            new one at each call.
+        timeout_s: as in `agentfly.tool`.
+        max_output_tokens: as in `agentfly.tool`.
+        retries: as in `agentfly.tool`.
 
     Raises:
-        ConfigError: the server has no tool of a name in ``only``, or two whose names come out the same; or an argument
-            is of another type.
-        ToolDefinitionError: a tool's name or schema cannot be, or a setting.
-        ResourceError, PrerequisiteError: the server could not be asked.
+        ConfigError: the server has no tool with a name in ``only``, or two with the same resulting name; or an argument
+            has the wrong type.
+        ToolDefinitionError: a tool's name or schema, or a setting, is invalid.
+        ResourceError, PrerequisiteError: the server could not list its tools.
     """
     if not isinstance(spec, MCPServerSpec):
         raise ConfigError(
@@ -111,7 +111,7 @@ class MCPToolFunction:
     Attributes:
         spec: the server.
         tool: the tool's name there.
-        scope: whose the server is.
+        scope: scope of the server's lease.
     """
 
     spec: MCPServerSpec
@@ -119,10 +119,10 @@ class MCPToolFunction:
     scope: Scope
 
     async def __call__(self, arguments: dict[str, Any], context: Context) -> ToolResult:
-        """What the tool says.
+        """Call the tool and return its result.
 
         Raises:
-            ToolError: the tool says that it failed.
+            ToolError: the server reports that the tool failed.
         """
         server = await context.acquire(self.spec, scope=self.scope)
         keeps_state = self.scope is Scope.ROLLOUT  # what is shared, or fresh, keeps nothing of this rollout
@@ -169,11 +169,11 @@ def _tool(spec: MCPServerSpec, listed: Listed, prefix: str, scope: Scope, settin
 
 
 def _as_result(answer: CallToolResult) -> ToolResult:
-    """What a tool's answer shows to the model.
+    """Convert a server's answer to a tool result.
 
     Raises:
-        ToolError: the answer says that the tool failed.
-        ResourceError: it holds what the protocol does not allow.
+        ToolError: the answer reports that the tool failed.
+        ResourceError: the answer violates the protocol.
     """
     if answer.is_error:
         words = "\n".join(block.text for block in answer.content if block.type == "text")
@@ -189,7 +189,7 @@ def _as_result(answer: CallToolResult) -> ToolResult:
 
 
 def _shown(block: ContentBlock) -> str | Image:
-    """What a model is shown of a part of an answer."""
+    """Convert one part of an answer to text or an image."""
     match block.type:
         case "text":
             return block.text

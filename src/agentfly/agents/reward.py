@@ -1,4 +1,4 @@
-"""Reward: what scores a finished rollout, made from a function by `@reward`."""
+"""Reward: scores a finished rollout. `@reward` makes one from a function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentfly.resources.spec import EnvironmentVariables
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reward(RewardFunction):
-    """What scores a finished rollout. Made by `@reward`; still callable as the function it was made from.
+    """A reward that scores a finished rollout. Made by `@reward`; still callable as the function it was made from.
 
     Attributes:
         per_turn: whether the function is called once for each turn, and the score is the sum.
@@ -31,15 +31,15 @@ class Reward(RewardFunction):
     injectable_names: ClassVar[tuple[str, ...]] = ("response", "trajectory", "task", "prompt", "turn")
 
     async def score(self, trajectory: Trajectory, context: Context) -> RewardResult:
-        """Score a finished rollout. Whatever this raises leaves the trajectory unscored; nothing becomes a zero.
+        """Score a finished rollout. An exception leaves the trajectory unscored; no failure becomes a score of zero.
 
         Raises:
-            RewardDefinitionError: the function asks for a field that the task does not have, or returned no score.
-            RewardError: the function failed, which is the cause, or took longer than ``timeout_s``. That is so
-                even if the policy may have caused it, for instance because it did not write a file: only the function
-                knows what that is worth, so it has to catch the failure and give the score.
-            UsageError: the function is to run in a process of its own, and cannot travel there.
-            AgentFlyError: a typed failure of something the function used, for instance of a resource.
+            RewardDefinitionError: the function requires a field that the task does not have, or returned no score.
+            RewardError: the function raised, which is the cause, or took longer than ``timeout_s``. This includes
+                failures that the policy may have caused, for instance a missing file. The function has to catch those
+                and return a score, because only it knows their worth.
+            UsageError: the function runs in a separate process and cannot be pickled.
+            AgentFlyError: a typed failure of something that the function used, for instance of a resource.
         """
         shown = trajectory.copy() if self._shows_record else trajectory
         given = {
@@ -57,7 +57,7 @@ class Reward(RewardFunction):
         return self._of_turns([next(values) if turn.kind == "act" else None for turn in trajectory.turns])
 
     def _of_turns(self, values: Sequence[Any]) -> RewardResult:
-        """The score that one value for each turn makes."""
+        """Combine the values of all turns into one score."""
         results = [None if value is None else parse_reward_result(value, self.name, turns=0) for value in values]
         rewards = [None if result is None else result.reward for result in results]
         total = sum_known(rewards)
@@ -105,29 +105,28 @@ def reward(
     memory: int | str = 0,
     env: EnvironmentVariables = (),
 ) -> Reward | Callable[[Callable[..., Any]], Reward]:
-    """Make a reward of a function: ``@reward``, or ``@reward(timeout_s=30)``.
+    """Make a reward from a function: ``@reward``, or ``@reward(timeout_s=30)``.
 
-    The function asks for what it needs by the names of its parameters: ``response`` (what was said in the last turn,
-    without its thoughts), ``trajectory``, ``task``, ``prompt``, ``context`` (or any name with the type `Context`), and
-    any field of the task. It returns a number, a `RewardResult`, or a dict whose key ``reward`` holds the score and
-    whose other keys hold metrics. Raising an exception leaves the trajectory unscored, and counts as a failure of
-    infrastructure: what the policy can cause, for instance a `ToolError` because it did not write a file, is to be
-    caught and given a score.
+    The names of the function's parameters select its arguments: ``response`` (the visible text of the last turn),
+    ``trajectory``, ``task``, ``prompt``, ``context`` (or any name with the type `Context`), and any field of the task.
+    The function returns a number, a `RewardResult`, or a dict with the score under ``reward`` and metrics under its
+    other keys. An exception leaves the trajectory unscored and counts as an infrastructure failure. Catch failures that
+    the policy can cause, for instance a `ToolError` for a missing file, and return a score.
 
     Args:
-        function: a sync or async function. A sync one runs on a thread, so that it never holds up rollouts.
-        name: its name, for messages and records; the function's name if it is not given.
-        timeout_s: seconds that a score may take, waiting for resources not counted; None for any time.
-        resources: specs of what the reward acquires with scope ``rollout``, or a function from the task to them; got
-            together with what the tools declare.
-        per_turn: call the function once for each turn, all turns at a time, with the `Turn` as the further parameter
-            ``turn``. It may return None for a turn of which nothing can be said. The score is the sum.
-        process: run the function in a process of its own, as its main thread. Where it takes longer than
-            ``timeout_s``, whatever it does, the process is killed. The function cannot ask for the context.
-        workers: how many such processes there are at most; one for each processor if not given.
-        memory: what such a process may use, with all that it starts, for instance ``"1GiB"``; 0 for any amount.
-        env: environment variables of such a process, as a mapping or as pairs. Of this process's it has only what
-            programs need in order to run, so that no key of an API is in it unless it is given here.
+        function: a sync or async function. A sync one runs on a thread, so that it does not block rollouts.
+        name: its name in messages and records; by default the function's name.
+        timeout_s: time limit of a score in seconds, without waiting for resources; None for no limit.
+        resources: specs that the reward acquires with scope ``rollout``, or a function from the task to them. They are
+            acquired together with those that the tools declare.
+        per_turn: call the function once for each turn, concurrently, with the `Turn` as the parameter ``turn``. It may
+            return None for a turn without a value. The score is the sum.
+        process: run the function in the main thread of a separate process, which is killed after ``timeout_s``. The
+            function cannot get the context.
+        workers: maximum number of such processes; by default one per processor.
+        memory: memory limit of such a process with its children, for instance ``"1GiB"``; 0 for no limit.
+        env: environment variables of such a process, as a mapping or as pairs. It inherits only those that programs
+            need to run, so API keys must be given here.
 
     Raises:
         RewardDefinitionError: the function cannot become a reward.
@@ -153,10 +152,10 @@ def reward(
 
 @reward
 def tool_rewards(trajectory: Trajectory) -> float:
-    """The sum of what the tools said their calls were worth; 0 if they said nothing."""
+    """The sum of the rewards that the tools gave for their calls; 0 if they gave none."""
     return sum_of_tool_rewards(trajectory.turns) or 0.0
 
 
 def sum_of_tool_rewards(turns: Sequence[Turn]) -> float | None:
-    """What the tools said that the calls of some turns were worth, summed; None if they said nothing."""
+    """Return the sum of the tools' rewards in some turns; None if there are none."""
     return sum_known([result.reward for turn in turns for result in turn.results])

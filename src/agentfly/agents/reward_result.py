@@ -1,4 +1,4 @@
-"""RewardResult: a score with what explains it, read from whatever a reward returned."""
+"""RewardResult: a score with metrics and turn rewards, parsed from the return value of a reward."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ class RewardResult:
     """A score and further numbers that explain it.
 
     Attributes:
-        reward: the score. Left out, it is the sum of ``turn_rewards``.
-        metrics: further numbers, by name; they are averaged over a batch and shown, and never trained on.
-        turn_rewards: what each turn was worth, one for each of `Trajectory.turns`; None for a turn of which nothing
-            can be said.
+        reward: the score; by default the sum of ``turn_rewards``.
+        metrics: further numbers by name. They are averaged over a batch and shown, but never trained on.
+        turn_rewards: a reward for each of `Trajectory.turns`; None for a turn without one.
     """
 
     reward: float | None = None
@@ -34,15 +33,15 @@ class RewardResult:
 
 
 def parse_reward_result(value: Any, name: str, turns: int) -> RewardResult:
-    """What a reward returned, checked; its ``reward`` is a finite float.
+    """Parse and validate the return value of a reward. The result's ``reward`` is a finite float.
 
     Args:
-        value: what it returned.
+        value: the return value.
         name: the reward's name, for messages.
-        turns: how many turns the trajectory has.
+        turns: number of turns in the trajectory.
 
     Raises:
-        RewardDefinitionError: that is no score, or not one for each turn.
+        RewardDefinitionError: the value is not a score, or does not have one turn reward for each turn.
     """
     given = _as_result(value, name)
     turn_rewards = None if given.turn_rewards is None else _each_turn(given.turn_rewards, name, turns)
@@ -57,7 +56,7 @@ def parse_reward_result(value: Any, name: str, turns: int) -> RewardResult:
 
 
 def sum_known(rewards: Sequence[float | None]) -> float | None:
-    """The sum of those that there are; None where there is none."""
+    """Return the sum of the rewards that are not None; None if there are none."""
     known = [reward for reward in rewards if reward is not None]
     return math.fsum(known) if known else None
 
@@ -105,14 +104,14 @@ def _each_turn(rewards: Any, name: str, turns: int) -> tuple[float | None, ...]:
 
 
 def as_list(value: Any) -> list[Any] | None:
-    """What is in a list, tuple or array; None if it is nothing of that kind, or in no order, as a set."""
+    """Return the items of a list, tuple or array; None for other types, including unordered ones such as sets."""
     if isinstance(value, (str, bytes, Mapping, Set)) or not (hasattr(value, "__len__") and hasattr(value, "__iter__")):
         return None
     return list(value)
 
 
 def _echo(value: object) -> str:
-    """A value as a message shows it, whatever showing it does."""
+    """Return a truncated repr of a value for messages, even if its ``__repr__`` raises."""
     try:
         return truncate_middle(repr(value), MAX_ECHO_CHARS // 8)
     except Exception as error:

@@ -45,16 +45,16 @@ _ENDS = ("close", "aclose")
 
 
 def make_tool(function: Callable[..., Any], name: str, names: Mapping[str, Any], settings: ToolSettings) -> Tool:
-    """A tool of a function, or of a method without its instance.
+    """Make a tool from a function, or from a method without its instance.
 
     Args:
         function: the function.
-        name: what the model calls it.
-        names: names that are local to the place of definition.
-        settings: what the user said beside.
+        name: the name by which the model calls it.
+        names: local names at the definition.
+        settings: the settings of the decorator.
 
     Raises:
-        ToolDefinitionError: it cannot become a tool.
+        ToolDefinitionError: the function cannot become a tool.
     """
     settings.check(name)
     defined = describe_function(function, name, names, method=is_method(function))
@@ -72,7 +72,7 @@ def make_tool(function: Callable[..., Any], name: str, names: Mapping[str, Any],
 
 
 def is_method(function: Callable[..., Any]) -> bool:
-    """Whether a function was written in a class, and its first parameter is the instance: ``self``, or of no type."""
+    """Whether a function is defined in a class and its first parameter is the instance: ``self``, or without a type."""
     if not isinstance(function, FunctionType):
         return False
     parent = function.__qualname__.rpartition(".")[0]
@@ -84,11 +84,11 @@ def is_method(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ToolMethod(UserFunction):
-    """A method that `@tool` was put on. Taken from an instance it is a tool: ``Agent(tools=[shop.search])``.
+    """A method with the decorator `@tool`. Accessed on an instance it is a tool: ``Agent(tools=[shop.search])``.
 
     Attributes:
         tool: the tool without its instance.
-        named: whether the user gave it its name.
+        named: whether the user set its name.
     """
 
     tool: Tool
@@ -98,7 +98,7 @@ class ToolMethod(UserFunction):
         return self if instance is None else self.of(instance)
 
     def of(self, instance: object, name: str | None = None) -> Tool:
-        """The tool of an instance, perhaps under another name."""
+        """Return the tool of an instance, optionally under another name."""
         return replace(self.tool, function=MethodType(self.tool.function, instance), name=name or self.name)
 
     def __repr__(self) -> str:
@@ -106,16 +106,16 @@ class ToolMethod(UserFunction):
 
 
 class ToolClass:
-    """The tools that are methods of a class. Each rollout has an instance of its own, made at its first call of one.
+    """The tools that are methods of a class. Each rollout has its own instance, made at the first call.
 
-    The instance is made with what its constructor asks for by parameter: the context, and fields of the task. If the
-    class has sync tools, all its sync code runs on one thread: the constructor, the methods, ``close``. A class whose
-    tools are all async lives in the event loop. When the rollout ends, ``aclose`` or ``close`` is called.
+    The constructor's parameters select its arguments: the context, and fields of the task. If the class has sync tools,
+    all its sync code (constructor, methods, ``close``) runs on one dedicated thread. A class with only async tools runs
+    in the event loop. When the rollout ends, ``aclose`` or ``close`` is called.
 
     Args:
         owner: the class.
-        settings: what holds for all its tools that do not say otherwise.
-        names: names that are local to the place of definition.
+        settings: default settings of its tools.
+        names: local names at the definition.
 
     Raises:
         ToolDefinitionError: the class or one of its methods cannot become a tool.
@@ -138,23 +138,23 @@ class ToolClass:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_names": {}}  # what lay around the definition does not travel
+        return {**self.__dict__, "_names": {}}  # local names at the definition are not pickled
 
     def tools_of_instance(self, instance: object) -> list[Tool]:
-        """The tools of an instance that the user made."""
+        """Return the tools of an instance that the user made."""
         return [method.of(instance, name) for name, method in self._methods.items()]
 
     def inherited_by(self, owner: type) -> ToolClass:
-        """The same for a subclass."""
+        """Return the tools of a subclass."""
         return self if owner is self.owner else ToolClass(owner, self._settings, self._names)
 
     async def instance(self, context: Context) -> tuple[object, ThreadCaller]:
-        """The rollout's instance, and what calls its sync methods.
+        """Return the rollout's instance, and the caller for its sync methods.
 
         Raises:
-            ToolDefinitionError: the constructor failed, or wants a field that the task does not have.
-            ToolUnavailable: it failed because of the machine or the network.
-            AgentFlyError: another failure of infrastructure in it.
+            ToolDefinitionError: the constructor failed, or requires a field that the task does not have.
+            ToolUnavailable: the constructor failed because of the machine or the network.
+            AgentFlyError: another infrastructure failure in the constructor.
         """
         kept = await context.cached(self.owner, self._make, _ToolInstance.close)
         return kept.instance, kept.caller
@@ -182,7 +182,7 @@ class ToolClass:
             raise
 
     def _failure(self, error: BaseException) -> AgentFlyError:
-        """What becomes of an instance that could not be made: in no case the model's fault."""
+        """Return the typed error of a failed constructor. It is never the model's fault."""
         if isinstance(error, AgentFlyError) and not error.by_policy:
             return error
         failed = f"{self.owner.__name__}(…) failed with {describe_error(error)}"
@@ -203,7 +203,7 @@ class ToolClass:
             ) from None
 
     def _find_methods(self) -> Iterable[tuple[str, ToolMethod]]:
-        """The methods by the names of their tools: those with `@tool` where there are such, else all public ones."""
+        """Yield methods with their tool names: those with `@tool` if there are any, otherwise all public ones."""
         found = _methods_of(self.owner)
         marked = {name: value for name, value in found.items() if isinstance(value, ToolMethod)}
         prefix = self._settings.name or _snake(self.owner.__name__)
@@ -226,7 +226,7 @@ class ToolClass:
 
 @dataclass(frozen=True)
 class _ToolInstance:
-    """An instance, and what calls its sync code: the thread on which it lives, or any where it has no sync tools."""
+    """An instance, and the caller of its sync code: its dedicated thread, or the pool if it has no sync tools."""
 
     instance: Any
     caller: ThreadCaller
@@ -246,10 +246,10 @@ class _ToolInstance:
 
 
 def expand_tools(given: object) -> list[Tool] | None:
-    """The tools that something given as ``Agent(tools=[…])`` stands for; None if it is nothing of that kind.
+    """Return the tools for an item of ``Agent(tools=[…])``; None if it has none.
 
-    A tool stands for itself; a class that `@tool` was put on for its tools, with an instance for each rollout; an
-    instance of such a class, or of one with methods that `@tool` was put on, for its tools, shared by all rollouts.
+    A tool gives itself. A class with `@tool` gives its tools, with one instance per rollout. An instance of such a
+    class, or of one with `@tool` methods, gives its tools, and all rollouts share the instance.
 
     Raises:
         ConfigError: it is a method without its instance.
@@ -272,12 +272,12 @@ def expand_tools(given: object) -> list[Tool] | None:
 
 
 def register_tool_class(owner: type, tools: ToolClass) -> None:
-    """Have a class known by its tools."""
+    """Attach the tools to their class."""
     setattr(owner, _MARK, tools)
 
 
 def _methods_of(owner: type) -> dict[str, FunctionType | ToolMethod]:
-    """The methods of a class and of what it inherits from, by name, in the order in which they were written."""
+    """Return the methods of a class and its bases by name, in the order of their definition."""
     found: dict[str, FunctionType | ToolMethod] = {}
     for kind in reversed(owner.__mro__[:-1]):
         for name, value in vars(kind).items():
@@ -297,7 +297,7 @@ C = TypeVar("C")
 
 
 class ToolDecorator(Protocol):
-    """What `@tool(…)` gives: it makes a tool of a function, and marks a class."""
+    """The decorator that `@tool(…)` returns: it makes a tool from a function, and registers a class."""
 
     @overload
     def __call__(self, function: type[C], /) -> type[C]: ...  # type: ignore[overload-overlap]
@@ -335,33 +335,33 @@ def tool(
     retries: int = 0,
     resources: DeclaredResources = (),
 ) -> Any:
-    """Make a tool of a function, a method or a class: ``@tool``, or ``@tool(timeout_s=60)``.
+    """Make a tool from a function, a method or a class: ``@tool``, or ``@tool(timeout_s=60)``.
 
-    The docstring (Google, NumPy or reST style) tells the model what the tool does, and the type hints what it takes.
-    A parameter of type `Context`, or named ``context``, gets the rollout's context, and one marked
-    ``Annotated[T, FromTask()]`` the task's field of its name; the model sees neither. What the function returns
-    becomes the observation: a text as it is, nothing as the empty text, an object that has words of its own (a
-    ``__str__``, as a container's `CommandResult` has) in these words, an image as an image, a list that holds images
-    as text and images, anything else that JSON can hold as JSON; a `ToolResult` says more.
+    The docstring (Google, NumPy or reST style) describes the tool to the model, and the type hints give its arguments.
+    A parameter of type `Context`, or named ``context``, gets the rollout's context. One annotated with
+    ``Annotated[T, FromTask()]`` gets the task's field with its name. The model sees neither. The return value becomes
+    the observation: text is unchanged, None is empty text, an object with a ``__str__`` (such as a container's
+    `CommandResult`) is its text, an image is an image, a list with images is text and images, and any other JSON value
+    is JSON. A `ToolResult` has further fields.
 
     * A **function** becomes a `Tool`, and can still be called as the function.
-    * A **method** becomes one when it is taken from an instance, ``Agent(tools=[shop.search])``. All rollouts share
+    * A **method** becomes a tool when it is accessed on an instance, ``Agent(tools=[shop.search])``. All rollouts share
       the instance.
-    * A **class** stays the class, and ``Agent(tools=[Notebook])`` has its methods as tools: those with ``@tool``, or
-      else all public ones, named ``notebook_write`` and so on, and ``notebook`` for ``__call__``. Each rollout gets an
-      instance of its own (see `agentfly.agents.tool_decorator.ToolClass`).
+    * A **class** stays the class. ``Agent(tools=[Notebook])`` has its methods as tools: those with ``@tool``, or
+      otherwise all public ones, named ``notebook_write`` and so on, and ``notebook`` for ``__call__``. Each rollout
+      gets its own instance (see `ToolClass`).
 
     Args:
-        function: a function, a bound method, or a class. What is sync runs on a thread.
-        name: what the model calls it; the function's name if it is not given. Of a class: how the names begin.
-        timeout_s: seconds that a call may take with all its tries, waiting for resources not counted; None for any
-            time.
-        max_output_tokens: an observation longer than this keeps its head and tail only, and says so. The tokens are
-            those of the policy's model; where it has no tokenizer here, four characters count as one.
-        retries: how often a call is made again, after a pause, that failed because of a resource, the machine or the
-            network. The call may have had its effect all the same, so it is for those that can be made twice.
-        resources: specs of what the tool acquires with scope ``rollout``, or a function from the task to them. All that
-            the tools and the reward of a rollout declare is got together, at the first acquire of one of it.
+        function: a function, a bound method, or a class. Sync code runs on a thread.
+        name: the name by which the model calls it; by default the function's name. For a class: the prefix of names.
+        timeout_s: time limit of a call in seconds for all tries together, without waiting for resources; None for no
+            limit.
+        max_output_tokens: a longer observation is truncated to its head and tail, with a note. Tokens are counted with
+            the policy's tokenizer; without one, four characters count as one token.
+        retries: number of retries, with delays, after failures of a resource, the machine or the network. A failed call
+            may have had its effect, so use it only for calls that can be repeated.
+        resources: specs that the tool acquires with scope ``rollout``, or a function from the task to them. The first
+            acquire of one gets all that the tools and the reward of a rollout declare.
 
     Raises:
         ToolDefinitionError: the function cannot become a tool, for instance because it has no docstring.

@@ -1,4 +1,4 @@
-"""ToolResult: what a tool call came to, and how whatever a tool returns becomes one."""
+"""ToolResult: the result of a tool call, and the conversion of a tool's return value to it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool call came to. A tool that returns anything else has it turned into one.
+    """The result of a tool call. Any other return value of a tool is converted to one.
 
     Attributes:
-        observation: the text that the model is given. A tool may write here whatever it could return.
-        reward: what the call was worth, if the tool says so.
+        observation: the text for the model. A tool may give any value here that it could return.
+        reward: the reward of the call, if there is one.
         done: whether the task is finished.
-        state: the state that the environment is in after the call, if the tool says so; anything that JSON can hold,
-            and NumPy's numbers and arrays. What is no finite number becomes null.
-        image: an image that the model is shown with the text, or several in a list: of `agentfly.Image`, of PIL, or a
-            NumPy array of bytes, height by width by 3 or 4 colours. What comes out of a call is a tuple of
-            `agentfly.Image`.
-        info: anything else, for those who read trajectories; the model does not see it. What JSON cannot hold is
+        state: the environment's state after the call, if known: a JSON value, or NumPy numbers and arrays. Numbers that
+            are not finite become null.
+        image: an image for the model, or a list of images: `agentfly.Image`, PIL images, or NumPy arrays of bytes with
+            shape (height, width, 3 or 4). After a call it is a tuple of `agentfly.Image`.
+        info: further data for readers of trajectories; the model does not see it. Values that JSON cannot hold are
             recorded as text.
     """
 
@@ -66,19 +65,19 @@ class ToolResult:
         return tuple(map(_as_image, given))
 
 
-def to_tool_result(tool: str, value: Any, told: set[str] | None = None) -> ToolResult:
-    """What a tool returned, as a result whose observation is a text and whose images are a tuple of `Image`.
+def to_tool_result(tool: str, value: Any, reported: set[str] | None = None) -> ToolResult:
+    """Convert a tool's return value to a result with a text as observation and a tuple of `Image`.
 
     Args:
         tool: name of the tool, for messages.
-        value: what it returned: any value that JSON can hold, an object with words of its own, an image, a list that
-            mixes texts and images, or a `ToolResult` with such an observation.
-        told: what the tool's author was told before, and is not told again.
+        value: the return value: a JSON value, an object with a ``__str__``, an image, a list of texts and images, or a
+            `ToolResult` with such an observation.
+        reported: warnings that were logged before and are not repeated.
 
     Raises:
         ToolError: an image has more pixels than `agentfly.core.messages.MAX_PIXELS`.
-        ToolDefinitionError: it holds a coroutine that was never awaited, or something that has no words, such as a
-            generator; or JSON cannot hold the state.
+        ToolDefinitionError: the value has a coroutine that was not awaited, or an object without a text form, such as a
+            generator; or the state is not a JSON value.
     """
     if isinstance(value, str):
         return ToolResult(_as_text(value), image=())
@@ -108,19 +107,19 @@ def to_tool_result(tool: str, value: Any, told: set[str] | None = None) -> ToolR
         done=bool(result.done),
         state=_state(tool, result.state),
         image=shown,
-        info=_info(tool, result.info, told if told is not None else set()),
+        info=_info(tool, result.info, reported if reported is not None else set()),
     )
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """A value, and what it holds, one level deep."""
+    """Return the items of a container, or the value itself."""
     if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _says_nothing(value: Any) -> bool:
-    """Whether an object reads as its address alone: what gives values once, and what has no words at all."""
+    """Whether an object's text is only its address: iterators, and objects without a repr."""
     if has_own_str(value):
         return False
     if isinstance(value, Iterator | AsyncIterator):
@@ -137,7 +136,7 @@ def _has_form(value: Any) -> bool:
 
 
 def _text_and_images(value: Any) -> tuple[str, tuple[Image, ...]]:
-    """A value as a text and images. In a list, each image that text follows is named where it stood."""
+    """Split a value into text and images. In a list, a label replaces each image that text follows."""
     if _is_image(value):
         return "", (_as_image(value),)
     if not (isinstance(value, (list, tuple)) and any(map(_is_image, value))):
@@ -185,7 +184,7 @@ def _as_text(value: Any) -> str:
 
 
 def _reads_as_text(value: Any) -> bool:
-    """Whether an object reads as text in its own words. A pydantic model's are for programmers only."""
+    """Whether an object has its own text form. That of pydantic models and enums is for programmers only."""
     if isinstance(value, (BaseModel, Enum)):
         return False
     is_scalar = hasattr(value, "dtype") and getattr(value, "shape", None) == ()  # NumPy's, which reads as Python's do
@@ -193,10 +192,10 @@ def _reads_as_text(value: Any) -> bool:
 
 
 def _state(tool: str, value: Any) -> Any:
-    """A state as JSON gives it back. States are compared, and one that is only described would be another each time.
+    """Convert a state to JSON values. States are compared, so a textual description would not do.
 
     Raises:
-        ToolDefinitionError: JSON cannot hold it.
+        ToolDefinitionError: it is not a JSON value.
     """
     try:
         return to_json_value(value)
@@ -207,16 +206,16 @@ def _state(tool: str, value: Any) -> Any:
         ) from error
 
 
-def _info(tool: str, value: Mapping[str, Any], told: set[str]) -> Any:
-    """Further information as JSON gives it back, with text where JSON has no form; of that the author is told once."""
+def _info(tool: str, value: Mapping[str, Any], reported: set[str]) -> Any:
+    """Convert ``info`` to JSON values, with text for other objects. That is logged once."""
     if not value:
         return {}
     try:
         return to_json_value(value)
     except (TypeError, ValueError, RecursionError) as error:
-        said = f"info: {error_message(error)}"
-        if said not in told:
-            told.add(said)
+        message = f"info: {error_message(error)}"
+        if message not in reported:
+            reported.add(message)
             logger.warning(
                 "The tool %r returned ToolResult(info=…) with something that JSON cannot hold: %s. It is recorded as "
                 "text; this is not reported again.",

@@ -19,19 +19,20 @@ from agentfly.resources.spec import ResourceSpec
 
 
 def weighted(parts: Mapping[Reward, float], *, name: str | None = None) -> Reward:
-    """The weighted sum of several rewards, as one: ``weighted({correct: 1.0, short: 0.1})``.
+    """Make one reward from the weighted sum of several: ``weighted({correct: 1.0, short: 0.1})``.
 
-    The parts are computed at the same time, each within its own ``timeout_s``. Each part's own score is among the
-    metrics under its name, and what it has of metrics under ``name/metric``; only ``success`` keeps its name, of the
-    first part that gives it. Turn rewards are summed alike, over the parts that give them. A part that gives no score
-    leaves the whole unscored, with that part's failure.
+    The parts are computed concurrently, each with its own ``timeout_s``. The metrics have each part's score under its
+    name, and its metrics under ``name/metric``. ``success`` keeps its name and comes from the first part that has it.
+    Turn rewards are summed in the same way, over the parts that have them. If a part fails, the trajectory is unscored
+    with that part's failure.
 
     Args:
-        parts: the weights, by the rewards.
-        name: the name of the sum; made of the parts' if it is not given.
+        parts: a mapping from rewards to weights.
+        name: the name of the sum; by default made from the parts' names.
 
     Raises:
-        RewardDefinitionError: there is no part, one is no reward, two have one name, or a weight is no number.
+        RewardDefinitionError: there are no parts, a part is not a reward, two have the same name, or a weight is not a
+            number.
     """
     if not isinstance(parts, Mapping) or not parts:
         raise RewardDefinitionError(

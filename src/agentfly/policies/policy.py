@@ -227,7 +227,7 @@ class Policy(Protocol):
 
 
 def max_concurrent_generations_of(policy: Policy | ChatPolicy) -> int | None:
-    """How many generations a policy makes at a time; None where it does not say.
+    """Return how many generations a policy makes at a time, or None where it does not say.
 
     A policy says so by an attribute ``max_concurrent_generations``, a whole number or None.
     """
@@ -236,7 +236,7 @@ def max_concurrent_generations_of(policy: Policy | ChatPolicy) -> int | None:
 
 
 def enforces_token_limits(policy: object) -> bool:
-    """Whether an agent's limits on tokens are limits for a policy.
+    """Return whether an agent's limits on tokens apply to a policy.
 
     They are made for the tokens of a model. A policy whose tokens are others, such as the bytes of a script, says so by
     a true attribute ``ignores_token_limits``, and nothing that it says is cut.

@@ -95,12 +95,12 @@ class ConcurrencyMeter:
         """How many rollouts ran at a time at most."""
 
     def begin_generation(self) -> None:
-        """A generation begins."""
+        """Count a generation that begins."""
         self._generation_times -= self._clock()
         self._generations += 1
 
     def end_generation(self) -> None:
-        """A generation has ended."""
+        """Count a generation that has ended."""
         self._generation_times += self._clock()
         self._generations -= 1
 
@@ -112,7 +112,7 @@ class ConcurrencyMeter:
             self.peak = rollouts
 
     def read(self) -> ConcurrencyStats:
-        """What came together so far."""
+        """Return the statistics collected so far."""
         self._add_up()
         generation_seconds = self._generation_times + self._generations * self._last
         return ConcurrencyStats(self._last - self._began, self._rollout_seconds, generation_seconds, dict(self._held))
@@ -126,7 +126,7 @@ class ConcurrencyMeter:
 
 
 def limit_by_memory() -> int:
-    """How many rollouts may run at a time where nobody says so: `MAX_ROLLOUTS`, or fewer where memory is short."""
+    """Return the default limit on concurrent rollouts: `MAX_ROLLOUTS`, or fewer where memory is short."""
     available = _available_bytes()
     if available is None:
         return MAX_ROLLOUTS
@@ -134,7 +134,7 @@ def limit_by_memory() -> int:
 
 
 def _available_bytes() -> int | None:
-    """The memory that this process may still take: the machine's, or its control group's if that is less."""
+    """Return the memory that this process may still use: the machine's, or its control group's if that is less."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -178,10 +178,10 @@ class Admission:
 
     A rollout that begins while others wait for a resource would only stand in line behind them, and take memory and
     the sampler's time meanwhile. So there is a limit on those who are *ahead*: they wait for a resource, or have begun
-    and not had one yet. At first there is none but ``max_concurrent``. Whoever joins a line in which already as many
-    wait as there are places lowers it by one, down to that many places; whoever leaves a line empty raises it by one.
-    So a line never grows long, nor runs dry. Who has a lower priority is not ahead, because the engine serves him
-    later. Those that run are never held up.
+    and not had one yet. At first it is ``max_concurrent``. It adapts per resource queue: a rollout that
+    joins a queue longer than the pool's capacity lowers it by one, not below the capacity, and a rollout that empties a
+    queue raises it by one. Rollouts of lower priority are not counted, because the engine serves them later. Running
+    rollouts are never held up.
 
     A rollout begins with a generation, so where the policy makes as many as it can, a newcomer would only stand in line
     there. So where nobody says how many may run, the next begins once fewer are at the policy than it has places, and
@@ -221,7 +221,7 @@ class Admission:
         self._opening = False
 
     def enqueue(self, source: RolloutSource) -> None:
-        """A source has rollouts to begin. It keeps the place in line that it got when it first came."""
+        """Let a source begin rollouts. A source that was added before keeps its place."""
         place = self._places.get(source)
         if place is None:
             place = self._places[source] = next(self._arrivals)
@@ -231,7 +231,7 @@ class Admission:
         self._open()
 
     def remove(self, source: RolloutSource) -> None:
-        """A source will have no more rollouts."""
+        """Remove a source that has no more rollouts."""
         self._places.pop(source, None)
         self._waiting = [entry for entry in self._waiting if entry[2] is not source]
         heapq.heapify(self._waiting)
@@ -310,7 +310,7 @@ class AdmissionTicket:
         self._go_ahead(True)
 
     def release(self) -> None:
-        """The rollout has ended; leaving again does nothing."""
+        """End the rollout's admission. A second call does nothing."""
         if self._inside:
             self._inside = False
             if self._is_new:
@@ -382,7 +382,7 @@ def _with_a_line(generations: float) -> float:
 
 
 def _places(spec: ResourceSpec[Any], scope: Scope) -> float:
-    """How many can have something of a spec at a time."""
+    """Return how many owners can hold a resource of a spec at a time."""
     if scope is not Scope.GLOBAL:
         return spec.capacity
     return math.inf if spec.max_owners is None else spec.replicas * spec.max_owners

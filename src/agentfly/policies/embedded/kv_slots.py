@@ -82,7 +82,7 @@ class SlotTable:
         return SlotAssignment(resident, None if best is None or in_place else best.slot)
 
     def release(self, resident: CachedSequence) -> None:
-        """A generation on the resident has ended; what it computed stays until the slot is needed."""
+        """End the generation on a resident. What it computed stays until the slot is needed."""
         del resident.ids[resident.computed :]
         resident.running = False
         resident.used = self._tick()
@@ -94,7 +94,7 @@ class SlotTable:
                 kept.rollout_id = None
 
     def evictable_slots(self) -> list[int]:
-        """The idle slots of forgotten rollouts, those used longest ago first."""
+        """Return the idle slots of forgotten rollouts, least recently used first."""
         return [kept.slot for kept in self._idle() if kept.rollout_id is None]
 
     def drop(self, slot: int) -> None:

@@ -162,7 +162,7 @@ class WeightCheck:
         expected: Sequence[float],
         before: tuple[Sequence[float], Sequence[float]] | None = None,
     ) -> float:
-        """The mean distance between the log-probs on both sides.
+        """Return the mean absolute difference between the log-probs on both sides.
 
         Args:
             server: what messages call the server.
@@ -194,7 +194,7 @@ class WeightCheck:
 
 
 def mean_abs_difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """The mean distance of two sequences of numbers.
+    """Return the mean absolute difference of two sequences of numbers.
 
     Raises:
         WeightMismatch: they are not of one length.
@@ -212,7 +212,7 @@ TrainerLogprobs = Callable[[Sequence[int]], Sequence[float] | Awaitable[Sequence
 
 
 async def compute_logprobs(reference: TrainerLogprobs, ids: Sequence[int]) -> tuple[float, ...]:
-    """What a reference says. One that is no coroutine function is called on a thread of its own."""
+    """Return the log-probs that a reference computes. A plain function is called on a thread."""
     if inspect.iscoroutinefunction(reference):
         return tuple(await reference(ids))
     found = await run_in_thread(reference, ids)

@@ -46,7 +46,7 @@ def require_known_host(hosts: Sequence[str], known: Iterable[str]) -> None:
     """Refuse a request that names a host which is neither an address, nor this machine, nor among ``known``.
 
     Raises:
-        Refusal: it does, or it names none or several.
+        RequestError: it does, or it names none or several.
     """
     if len(hosts) != 1:
         raise RequestError("The request needs exactly one Host header.", status=403, code="unknown_host")
@@ -64,7 +64,7 @@ def require_no_foreign_origin(origins: Sequence[str], hosts: Sequence[str]) -> N
     """Refuse the request of a web page that the gateway has not sent.
 
     Raises:
-        Refusal: it is one.
+        RequestError: it is one.
     """
     for origin in origins:
         _, _, place = origin.partition("://")

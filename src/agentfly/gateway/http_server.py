@@ -49,7 +49,7 @@ class HarnessRequest(BaseModel):
         """A request from the body that was sent.
 
         Raises:
-            Refusal: it is none.
+            RequestError: it is none.
         """
         try:
             return cls.model_validate_json(body or b"{}")
@@ -247,7 +247,7 @@ class GatewayHTTPServer:
         """What a rollout's end is answered by once more.
 
         Raises:
-            Refusal: it was asked for by another request, or the answer is kept no longer.
+            RequestError: it was asked for by another request, or the answer is kept no longer.
         """
         asked, answer = self._finished.get(rollout_id, (b"", None))
         if answer is None:
@@ -327,7 +327,7 @@ class GatewayHTTPServer:
         """The body of a request.
 
         Raises:
-            Refusal: it is compressed, or does not arrive in time.
+            RequestError: it is compressed, or does not arrive in time.
         """
         if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() not in ("", "identity"):
             raise RequestError("The body is compressed. Send it as it is.", status=415)
@@ -343,7 +343,7 @@ class GatewayHTTPServer:
         """Let in the harness alone.
 
         Raises:
-            Refusal: it is not the harness.
+            RequestError: it is not the harness.
         """
         key = bearer_token(request.headers.getall(hdrs.AUTHORIZATION, []))
         if is_same_key(key, self._gateway.key):
@@ -358,7 +358,7 @@ class GatewayHTTPServer:
         """The rollout whose program a request comes from.
 
         Raises:
-            Refusal: the key is not that of the rollout, or this is over.
+            RequestError: the key is not that of the rollout, or this is over.
         """
         rollout_id = request.match_info["rollout"]
         key = bearer_token(request.headers.getall(hdrs.AUTHORIZATION, []))

@@ -143,7 +143,7 @@ class RolloutQuota:
         """A call is answered within, whose request has ``size`` bytes.
 
         Raises:
-            Refusal: as many are being answered as may be.
+            RequestError: as many are being answered as may be.
         """
         limits = self._limits
         if self._calls >= limits.max_concurrent_calls:
@@ -170,7 +170,7 @@ class RolloutQuota:
         """A call is answered within, unless that fails, and its answer goes on the record.
 
         Raises:
-            Refusal: the record of the rollout is as large as it may become.
+            RequestError: the record of the rollout is as large as it may become.
         """
         limits, told = self._limits, ""
         if self._answered >= limits.max_calls:

@@ -221,7 +221,7 @@ class RolloutSampling:
             asked: what the program has said, by parameter; those that it has not named are not in it.
 
         Raises:
-            Refusal: the program is to be followed, and a parameter cannot be.
+            RequestError: the program is to be followed, and a parameter cannot be.
         """
         own: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "seed": None}
         wanted = {

@@ -48,7 +48,7 @@ class ChatCompletionRequest(BaseModel):
         """A request from the body that was sent.
 
         Raises:
-            Refusal: it is none, or asks for what cannot be done.
+            RequestError: it is none, or asks for what cannot be done.
         """
         try:
             request = cls.model_validate_json(body or b"{}")
@@ -141,7 +141,7 @@ def read_conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     says anything nor is shown to the model is left out.
 
     Raises:
-        Refusal: a message cannot be read, or the conversation ends with the model's own words.
+        RequestError: a message cannot be read, or the conversation ends with the model's own words.
     """
     read = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     if read[-1]["role"] == "assistant":

@@ -266,7 +266,7 @@ def test_code_of_a_resource_that_runs_after_its_method_has_returned_ends_with_th
         contexts[0].__enter__()
         await contexts_later[0].__aenter__()
         await engine.release(lease)
-        live = engine._lifecycle[lease.instance]
+        live = engine._instances[lease.instance]
         assert live.ran == 8
         for use in (
             *(partial(next, one) for one in (*iterators, never_begun[0])),
@@ -449,7 +449,7 @@ async def test_closing_is_over_though_all_threads_of_the_loop_are_busy_and_the_d
     hanging, busy = threading.Event(), ThreadPoolExecutor(1)
     asyncio.get_running_loop().set_default_executor(busy)
     busy.submit(hanging.wait)
-    monkeypatch.setattr(instances, "SYNC_PATIENCE_S", 0.01)
+    monkeypatch.setattr(instances, "SYNC_TIMEOUT_S", 0.01)
     monkeypatch.setattr(Ledger, "sync", lambda ledger: hanging.wait())
     try:
         async with asyncio.timeout(30):

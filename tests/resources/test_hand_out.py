@@ -176,7 +176,7 @@ async def resting(engine: ResourceEngine) -> Any:
     async with asyncio.timeout(30):
         while (instance := engine.snapshot().pools[0].instances[0]).state != "idle":  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    return engine._lifecycle[instance.name]
+    return engine._instances[instance.name]
 
 
 async def test_a_simulator_whose_process_was_killed_while_idle_costs_the_next_owner_nothing(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ async def test_any_number_may_look_at_once_and_who_reads_nothing_holds_up_nobody
         await engine.acquire(FakeSpec(name="box"), "owner")
         looks = await asyncio.gather(*(find_runs(tmp_path) for _ in range(10)))
         assert [run.no_answer_reason for (run,) in looks] == [""] * 10
-        monkeypatch.setattr(engine._lifecycle._window, "_snapshot", lambda: {"pools": [], "much": "x" * 2**22})
+        monkeypatch.setattr(engine._instances._status_socket, "_snapshot", lambda: {"pools": [], "much": "x" * 2**22})
         (path,) = tmp_path.glob("*.sock")
         with contextlib.ExitStack() as sockets:
             for _ in range(3):
@@ -121,7 +121,7 @@ async def test_an_answer_that_breaks_off_is_not_taken_for_that_of_another_versio
         async def say_nothing(looker):
             looker.close()
 
-        monkeypatch.setattr(engine._lifecycle._window, "_answer", say_nothing)
+        monkeypatch.setattr(engine._instances._status_socket, "_answer", say_nothing)
         (run,) = await find_runs(tmp_path)
         assert "broke off" in run.no_answer_reason
 

@@ -236,8 +236,8 @@ def test_what_is_remembered_of_specs_is_bounded_however_many_there_are(play, mon
             await engine.check(lease)
             await engine.release(lease)
         assert world.count("prepare") == 10
-        assert len(engine._crew._warned) == 3
-        assert len(engine._preparations._done) == 3
+        assert len(engine._controller._warned) == 3
+        assert len(engine._preparer._done) == 3
         await engine.acquire(FakeSpec(world=world, image="image 0", name="again"), "r")
         assert world.count("prepare") == 11
 

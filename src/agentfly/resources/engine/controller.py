@@ -32,32 +32,32 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STUCK_RETRY_S = (5.0, 300.0)
-"""Seconds until a stuck instance is tried again: at first, and at most; doubled each time."""
+"""Initial and maximum seconds until the removal of a stuck instance is retried; doubled each time."""
 
 MAX_LOGGED_REASONS = 8
-"""Reasons for which instances of one pool were replaced that are logged."""
+"""Maximum number of logged reasons for replaced instances per pool."""
 
 REMEMBERED = 1000
-"""Pools of which it is remembered what was logged: with a spec for each task there may be any number of them."""
+"""Number of pools whose logged reasons are remembered; with a spec per task there may be any number of pools."""
 
 WARN_INTERVAL_S = 600.0
-"""Seconds for which it is not told again that a pool's starts fail, or, whatever the pool, that a disk is full."""
+"""Minimum seconds between two warnings about failing starts of a pool, or about a full disk."""
 
 Spec = ResourceSpec[Any]
 
 
 Operation = Callable[[], Coroutine[Any, Any, None]]
 Report = Callable[[BaseException | None], None]
-"""Called with None when all went well, and otherwise with what went wrong."""
+"""Called with None after success, and otherwise with the error."""
 
 
 class BackgroundOperation:
-    """A start or a reset under way.
+    """A running start or reset.
 
     Args:
-        operation: what to do.
-        limit_s: seconds it may take. It is cancelled then; it is given up if it takes no notice.
-        what: what it is called in messages.
+        operation: the coroutine function to run.
+        limit_s: time limit in seconds. The operation is then cancelled, and abandoned if it ignores that.
+        what: its name in messages.
         report: called exactly once, unless `cancel` comes first.
     """
 
@@ -72,7 +72,7 @@ class BackgroundOperation:
         self.task = loop.create_task(self._run(), name=what)
 
     async def cancel(self) -> None:
-        """Have it end without a report; return when it has, or takes no notice."""
+        """Cancel it without a report; return when it has ended, or ignores the cancellation."""
         self._timer.cancel()
         self._report = None
         await cancel_and_wait(self.task)
@@ -81,13 +81,13 @@ class BackgroundOperation:
         try:
             await self._operation()
         except BaseException as error:
-            self._tell(self._overdue or error)
+            self._report_once(self._overdue or error)
             if not isinstance(error, Exception) and self._overdue is None:
                 raise
         else:
-            self._tell(None)
+            self._report_once(None)
 
-    def _tell(self, error: BaseException | None) -> None:
+    def _report_once(self, error: BaseException | None) -> None:
         self._timer.cancel()
         report, self._report = self._report, None
         if report is not None:
@@ -100,46 +100,46 @@ class BackgroundOperation:
 
     def _give_up(self) -> None:
         logger.error("%s takes no notice of being cancelled and is left to itself.", self._what)
-        self._tell(self._overdue)
+        self._report_once(self._overdue)
 
 
 class InstanceController:
-    """Starts, resets, checks and stops instances, all at once.
+    """Starts, resets, checks and stops instances concurrently.
 
     Args:
-        scheduler: gets the reports.
-        lifecycle: has the resources.
-        preparations: what has to be there before they can start.
-        carry_out: gets what the scheduler makes of a report.
-        emit: tells what happened.
+        scheduler: receives the outcomes.
+        instances: the live resources.
+        preparer: prepares what they need before they can start.
+        execute: executes the decisions that the scheduler returns.
+        emit: emits events.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        lifecycle: LiveInstances,
-        preparations: Preparer,
-        carry_out: Callable[[list[Decision]], None],
+        instances: LiveInstances,
+        preparer: Preparer,
+        execute: Callable[[list[Decision]], None],
         emit: EmitResourceEvent,
     ) -> None:
         self._scheduler = scheduler
-        self._lifecycle = lifecycle
-        self._preparations = preparations
-        self._carry_out = carry_out
+        self._instances = instances
+        self._preparer = preparer
+        self._execute = execute
         self._emit = emit
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._works: set[asyncio.Task[Any]] = set()  # also those that take no notice of being cancelled
-        self._operations: dict[str, BackgroundOperation] = {}  # a start or reset, by instance
+        self._works: set[asyncio.Task[Any]] = set()  # including those that ignore their cancellation
+        self._operations: dict[str, BackgroundOperation] = {}  # by instance
         self._finishing = asyncio.Event()
         self._unremovable: set[str] = set()
         self._warned: dict[Spec, set[str]] = {}
-        self._last_warned: dict[Spec | None, float] = {}  # when it was told that starts fail; None for a full disk
+        self._last_warned: dict[Spec | None, float] = {}  # time of the last warning; None stands for a full disk
 
     def start(self, name: str, spec: Spec) -> None:
-        """Start an instance, once what it needs is prepared, which has a time of its own."""
+        """Prepare what an instance needs, with its own time limit, and then start the instance."""
         try:
-            prepared = self._preparations.is_prepared(spec)
-        except Exception as error:  # a kind's own code says what that is
+            prepared = self._preparer.is_prepared(spec)
+        except Exception as error:  # raised by the kind's code
             self._not_started(name, spec, error)
             return
         if prepared:
@@ -152,9 +152,9 @@ class InstanceController:
             else:
                 self._not_started(name, spec, error)
 
-        limit = spec.prepare_timeout_s + 2 * CANCEL_GRACE_S  # the preparation itself ends before
+        limit = spec.prepare_timeout_s + 2 * CANCEL_GRACE_S  # the preparation itself ends earlier
         self._work(
-            name, BackgroundOperation(partial(self._preparations.prepare, spec), limit, f"prepare() for {name}", report)
+            name, BackgroundOperation(partial(self._preparer.prepare, spec), limit, f"prepare() for {name}", report)
         )
 
     def _start_prepared(self, name: str, spec: Spec) -> None:
@@ -164,25 +164,25 @@ class InstanceController:
             if error is None:
                 self._operations.pop(name, None)
                 self._emit(ResourceStarted, spec, instance=name, seconds=_now() - began)
-                self._carry_out(self._scheduler.started(name, _now()))
+                self._execute(self._scheduler.started(name, _now()))
             else:
-                self._preparations.invalidate(spec)
+                self._preparer.invalidate(spec)
                 self._not_started(name, spec, error)
 
         self._emit(ResourceStarting, spec, instance=name)
-        lost, check = partial(self.instance_died, name, spec), partial(self.check, name, spec)
-        operation = partial(self._lifecycle.start, name, spec, lost, check)
+        on_dead, check = partial(self.instance_died, name, spec), partial(self.check, name, spec)
+        operation = partial(self._instances.start, name, spec, on_dead, check)
         self._work(name, BackgroundOperation(operation, spec.start_timeout_s, f"start() of {name}", report))
 
     def _not_started(self, name: str, spec: Spec, error: BaseException) -> None:
         self._operations.pop(name, None)
         self._emit(ResourceStartFailed, spec, instance=name, error=describe_error(error))
-        self._carry_out(self._scheduler.start_failed(name, error, _now()))
+        self._execute(self._scheduler.start_failed(name, error, _now()))
 
     def starts_backed_off(self, pause: BackOffStarts) -> None:
-        """Tell that starts are put off, in words only now and then."""
-        told = describe_error(pause.error)
-        self._emit(ResourceStartBackoff, pause.spec, error=told, seconds=pause.seconds, rounds=pause.rounds)
+        """Report that starts are backed off: always as an event, and rarely in the log."""
+        cause = describe_error(pause.error)
+        self._emit(ResourceStartBackoff, pause.spec, error=cause, seconds=pause.seconds, rounds=pause.rounds)
         what, now = None if pause.full_disk else pause.spec, _now()
         self._last_warned = {pool: then for pool, then in self._last_warned.items() if now - then < WARN_INTERVAL_S}
         if what in self._last_warned:
@@ -193,57 +193,57 @@ class InstanceController:
                 "%s cannot start because a disk is full. Starts wait until there is room, and so do those who need "
                 "them. Free some of it, or lower the capacity of what fills it: %s",
                 pause.spec.label,
-                told,
+                cause,
             )
         else:
             logger.warning(
                 "%s does not start, which is tried again in %g s and then at growing intervals while requests wait: %s",
                 pause.spec.label,
                 pause.seconds,
-                told,
+                cause,
             )
 
     def reset(self, name: str, spec: Spec) -> None:
-        """Clean an instance and see that it is healthy."""
+        """Reset an instance and check its health."""
         began = _now()
 
         def report(error: BaseException | None) -> None:
             self._operations.pop(name, None)
             if error is None:
                 self._emit(ResourceReset, spec, instance=name, seconds=_now() - began)
-                self._carry_out(self._scheduler.reset_done(name, _now()))
+                self._execute(self._scheduler.reset_done(name, _now()))
             else:
                 self._emit_broken(name, spec, error)
-                self._carry_out(self._scheduler.reset_failed(name, _now()))
+                self._execute(self._scheduler.reset_failed(name, _now()))
 
-        operation = partial(self._lifecycle.reset, name)
+        operation = partial(self._instances.reset, name)
         self._work(name, BackgroundOperation(operation, spec.reset_timeout_s, f"reset() of {name}", report))
 
     def check(self, name: str, spec: Spec) -> asyncio.Task[Status]:
-        """Ask an instance how it is."""
+        """Check the health of an instance."""
         return self._spawn(self._check(name, spec), f"check {name}")
 
     def stop(self, name: str, spec: Spec) -> None:
-        """Remove an instance, whatever it is doing."""
+        """Remove an instance in any state."""
         self._spawn(self._stop(name, spec, self._operations.pop(name, None)), f"stop {name}")
 
     async def join(self) -> None:
-        """Wait until nothing goes on any more. What is stuck is tried once more."""
+        """Wait until all operations have ended. The removal of stuck instances is tried once more."""
         self._finishing.set()
         await wait_uninterrupted(self._tasks)
-        for name, spec in self._lifecycle.specs.items():
-            if name not in self._unremovable:  # an interrupt has hit the very task that should have removed it
+        for name, spec in self._instances.specs.items():
+            if name not in self._unremovable:  # an interrupt has ended the task that should have removed it
                 self.stop(name, spec)
         await wait_uninterrupted(self._tasks)
 
     async def _check(self, name: str, spec: Spec) -> Status:
-        if name not in self._lifecycle:
+        if name not in self._instances:
             return Status.BROKEN
         try:
-            await self._lifecycle.check(name)
+            await self._instances.check(name)
         except (ResourceDied, TimeoutError) as error:
-            attendance = self._lifecycle.usage(name)
-            if isinstance(error, TimeoutError) and attendance is not None and attendance.is_held:
+            usage = self._instances.usage(name)
+            if isinstance(error, TimeoutError) and usage is not None and usage.is_held:
                 logger.warning("%s is in use and does not say how it is: %s", name, error)
                 return Status.HEALTHY
             self.instance_died(name, spec, error)
@@ -251,18 +251,18 @@ class InstanceController:
         return Status.HEALTHY
 
     def instance_died(self, name: str, spec: Spec, error: Exception) -> None:
-        """An instance that somebody has or was about to get is broken."""
+        """Report that an instance is broken."""
         decisions = self._scheduler.died(name, error, _now())
-        if decisions:  # there are none if it is on its way out or being reset, which has its own end
+        if decisions:  # none if it is stopping or resetting, which ends in another way
             self._emit_broken(name, spec, error)
-            self._carry_out(decisions)
+            self._execute(decisions)
 
     def _emit_broken(self, name: str, spec: Spec, error: BaseException) -> None:
         self._warn_of(name, spec, error)
         self._emit(ResourceFailed, spec, instance=name, error=describe_error(error))
 
     def _warn_of(self, name: str, spec: Spec, error: BaseException) -> None:
-        """Log why an instance is replaced: once for each reason in a pool, and `MAX_LOGGED_REASONS` reasons at most."""
+        """Log why an instance is replaced: each reason once per pool, and at most `MAX_LOGGED_REASONS` of them."""
         warned = self._warned.setdefault(spec, set())
         if len(self._warned) > REMEMBERED:
             del self._warned[next(iter(self._warned))]
@@ -273,12 +273,12 @@ class InstanceController:
                 "%s is replaced (others that are for the same reason are not reported): %s", name, describe_error(error)
             )
 
-    async def _stop(self, name: str, spec: Spec, under_way: BackgroundOperation | None) -> None:
-        """Remove an instance, however often that takes. Its place is free once it is gone, and not before."""
+    async def _stop(self, name: str, spec: Spec, running: BackgroundOperation | None) -> None:
+        """Remove an instance, with any number of tries. Its capacity is free only once it is gone."""
         began, (pause, longest) = _now(), STUCK_RETRY_S
         try:
-            if under_way is not None:
-                await under_way.cancel()
+            if running is not None:
+                await running.cancel()
             while True:
                 last = self._finishing.is_set()
                 if await self._try_to_remove(name, spec):
@@ -289,22 +289,22 @@ class InstanceController:
                 await self._sleep_unless_closing(pause)
                 pause = min(2 * pause, longest)
         finally:
-            if name not in self._lifecycle:
+            if name not in self._instances:
                 self._emit(ResourceStopped, spec, instance=name, seconds=_now() - began)
-                self._carry_out(self._scheduler.stopped(name, _now()))
+                self._execute(self._scheduler.stopped(name, _now()))
 
     async def _try_to_remove(self, name: str, spec: Spec) -> bool:
         try:
-            await self._lifecycle.remove(name)
+            await self._instances.remove(name)
         except ResourceError as error:
             logger.error("%s. It keeps its place in the pool and is tried again now and then.", error)
             self._emit(ResourceStuck, spec, instance=name, error=str(error))
-            self._carry_out(self._scheduler.stuck(name, _now()))
+            self._execute(self._scheduler.stuck(name, _now()))
             return False
         return True
 
     async def _sleep_unless_closing(self, seconds: float) -> None:
-        """Wait for a time, or until the end."""
+        """Sleep, or return early when the engine closes."""
         try:
             async with asyncio.timeout(seconds):
                 await self._finishing.wait()

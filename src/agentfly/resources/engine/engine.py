@@ -98,7 +98,7 @@ class ResourceEngine:
         self._directory = state_directory(ledger)
         self._events = events
         self._calls = ActiveCalls(self._last_call_ended)
-        self._lifecycle = LiveInstances(
+        self._instances = LiveInstances(
             Ledger(self._directory), StatusSocket(lambda: self.snapshot().to_json()), in_call=self._calls.__contains__
         )
         self._scheduler = Scheduler(
@@ -107,8 +107,10 @@ class ResourceEngine:
             weighed=starts is None,
             name=uuid.uuid4().hex[:8],
         )
-        self._preparations = Preparer(self._emit)
-        self._crew = InstanceController(self._scheduler, self._lifecycle, self._preparations, self._execute, self._emit)
+        self._preparer = Preparer(self._emit)
+        self._controller = InstanceController(
+            self._scheduler, self._instances, self._preparer, self._execute, self._emit
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._request_ids = count(1)
         self._pending: dict[int, PendingAcquire] = {}
@@ -223,14 +225,14 @@ class ResourceEngine:
             UsageError: a spec is of no registered kind, or cannot be hashed; or this is not the engine's event loop.
         """
         loop = self._own_loop()
-        self._preparations.prefetch(specs, lambda spec: self._execute(self._scheduler.prefetched(spec, loop.time())))
+        self._preparer.prefetch(specs, lambda spec: self._execute(self._scheduler.prefetched(spec, loop.time())))
 
     async def check(self, lease: Lease[Any]) -> Status:
         """Ask a leased resource how it is. If it is broken, the engine replaces it for the next ones at once."""
         self._own_loop()
         if self._leases.get(lease.id) is not lease:
             return Status.BROKEN
-        task = self._crew.check(lease.instance, lease.spec)
+        task = self._controller.check(lease.instance, lease.spec)
         await asyncio.wait({task})
         return task.result()
 
@@ -303,11 +305,11 @@ class ResourceEngine:
 
     def snapshot(self) -> EngineSnapshot:
         """All pools, with instances, their states, owners and ages, and who waits."""
-        return take_snapshot(self._scheduler, self._lifecycle, 0.0 if self._loop is None else self._loop.time())
+        return take_snapshot(self._scheduler, self._instances, 0.0 if self._loop is None else self._loop.time())
 
     def occupancy(self) -> dict[str, Occupancy]:
         """How much instances were leased and used so far, by the labels of their specs; those that are gone too."""
-        return self._lifecycle.occupancy()
+        return self._instances.occupancy()
 
     # --- carrying out what the scheduler decides ----------------------------------------------------------------------
 
@@ -333,15 +335,15 @@ class ResourceEngine:
             case EndHold(holding=holding):
                 self._end(holding)
             case ResetInstance(instance=name, spec=spec):
-                self._crew.reset(name, spec)
+                self._controller.reset(name, spec)
             case StartInstance(instance=name, spec=spec):
-                self._crew.start(name, spec)
+                self._controller.start(name, spec)
             case CheckInstance(instance=name, spec=spec):
-                self._crew.check(name, spec)
+                self._controller.check(name, spec)
             case StopInstance(instance=name, spec=spec):
-                self._crew.stop(name, spec)
+                self._controller.stop(name, spec)
             case BackOffStarts():
-                self._crew.starts_backed_off(decision)
+                self._controller.starts_backed_off(decision)
 
     def _grant(self, request: int, holding: Hold) -> None:
         lease = self._leases.get(holding.id)
@@ -350,7 +352,7 @@ class ResourceEngine:
                 return
             name, spec = holding.instance.name, holding.instance.pool.spec
             resource = create_handle(
-                self._lifecycle[name], holding.owner, self._lifecycle.begin_lease(name, holding.owner)
+                self._instances[name], holding.owner, self._instances.begin_lease(name, holding.owner)
             )
             lease = Lease(resource, holding.owner, spec, holding.scope, name, holding.id)
             self._leases[holding.id] = lease
@@ -361,8 +363,8 @@ class ResourceEngine:
     def _replace_if_dead(self, holding: Hold) -> bool:
         """Look at what is about to be handed out, and have another one found if that is dead."""
         instance = holding.instance
-        if (error := self._lifecycle.quick_check(instance.name)) is not None:
-            self._crew.instance_died(instance.name, instance.pool.spec, error)
+        if (error := self._instances.quick_check(instance.name)) is not None:
+            self._controller.instance_died(instance.name, instance.pool.spec, error)
             return True
         self._scheduler.delivered(holding)
         return False
@@ -384,8 +386,8 @@ class ResourceEngine:
         """An owner's last call is over."""
         holder = self._scheduler.owners.get(owner)
         for holding in () if holder is None else holder.holdings.values():
-            if (attendance := self._lifecycle.usage(holding.instance.name)) is not None:
-                attendance.maybe_freeze()
+            if (usage := self._instances.usage(holding.instance.name)) is not None:
+                usage.maybe_freeze()
 
     def _emit(self, event: type[ResourceEvent], spec: ResourceSpec[Any], **fields: Any) -> None:
         if self._events is not None:
@@ -394,15 +396,15 @@ class ResourceEngine:
     # --- time and the end ---------------------------------------------------------------------------------------------
 
     async def _shut_down(self) -> None:
-        self._preparations.stop()
+        self._preparer.stop()
         self._execute(self._scheduler.closed(self._now()))
         try:
-            await self._crew.join()
-            await self._preparations.join()
+            await self._controller.join()
+            await self._preparer.join()
         finally:
             if self._tick_timer is not None:
                 self._tick_timer.cancel()
-            await self._lifecycle.close()
+            await self._instances.close()
 
     def _schedule_tick(self) -> None:
         """Have the scheduler told of the time when something is due."""

@@ -14,7 +14,7 @@ from agentfly.resources.resource import Resource
 logger = logging.getLogger(__name__)
 
 FREEZE_AFTER_S = 0.05
-"""Seconds between the last use of an instance and its freezing, so that uses in a row cost no freezes."""
+"""Seconds between the last use of an instance and its freezing, so that consecutive uses cause no freezes."""
 
 CHANGE_TIMEOUT_S = 10.0
 """Seconds that a freeze or a thaw may take."""
@@ -28,8 +28,8 @@ class IdleFreezer:
 
     Args:
         resource: the instance.
-        is_quiet: whether nobody is about to use it; asked before it is frozen.
-        lost: called when it cannot be thawed.
+        is_quiet: whether no one is about to use it; called before a freeze.
+        lost: called if it cannot be thawed.
     """
 
     def __init__(self, resource: Resource, is_quiet: Callable[[], bool], lost: Callable[[Exception], None]) -> None:
@@ -42,7 +42,7 @@ class IdleFreezer:
         self._change: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._lost: Exception | None = None
-        self._disabled = False  # it is not frozen any more, because that failed or because it is to go
+        self._disabled = False  # no further freezes: one failed, or removal has begun
         self._closing = False
 
     @property
@@ -51,11 +51,11 @@ class IdleFreezer:
         return self._frozen
 
     def begin_use(self) -> None:
-        """Somebody is about to use it."""
+        """A use begins."""
         self._uses += 1
 
     async def wait_running(self) -> None:
-        """Return when it runs, and stays so until the use that has begun ends.
+        """Return when the instance runs. It keeps running until the use ends.
 
         Raises:
             ResourceDied: it cannot be thawed.
@@ -65,25 +65,25 @@ class IdleFreezer:
                 raise ResourceDied(f"{self._resource.instance} could not be thawed: {describe_error(self._lost)}")
             if self._closing:
                 raise ResourceDied(f"{self._resource.instance} is being removed.")
-            if self._change is None or self._change.done():  # done and still there: it was cancelled with the loop
+            if self._change is None or self._change.done():  # still set though done: it was cancelled with the loop
                 self._change = self._spawn(self._thaw(), "thaw")
             await asyncio.wait({self._change})
 
     def end_use(self) -> None:
-        """A use is over."""
+        """A use ends."""
         self._uses -= 1
         self._used_until = asyncio.get_running_loop().time()
         self.maybe_freeze()
 
     def maybe_freeze(self) -> None:
-        """Perhaps nobody needs it now: freeze it in a moment, unless somebody does by then."""
+        """Schedule a freeze if the instance is unused. A new use prevents it."""
         if not (self._uses or self._frozen or self._disabled or self._timer):
             self._schedule_freeze(FREEZE_AFTER_S)
 
     async def close(self, within_s: float) -> None:
-        """It is about to be removed: thaw it, because what is frozen may not die, and let it run from now on.
+        """Thaw the instance for its removal, because frozen processes may not die, and freeze it no more.
 
-        If it cannot be thawed within the time, that is logged; its removal has to cope. Nothing is tried twice.
+        If it cannot be thawed in time, that is logged and its removal must cope. Nothing is tried twice.
         """
         if self._closing:
             return
@@ -107,7 +107,7 @@ class IdleFreezer:
     def _freeze_if_idle(self) -> None:
         self._timer = None
         left = self._used_until + FREEZE_AFTER_S - asyncio.get_running_loop().time()
-        if left > 0:  # it has been used since; uses are many, and do not each set a timer
+        if left > 0:  # it was used since; a use sets no timer, because uses are frequent
             self._schedule_freeze(left)
         elif not (self._uses or self._frozen or self._disabled) and self._is_quiet():
             self._frozen = True
@@ -135,7 +135,7 @@ class IdleFreezer:
             self._frozen = False
         finally:
             self._change = None
-        self.maybe_freeze()  # whoever it was thawed for may be gone already
+        self.maybe_freeze()  # the use it was thawed for may have ended
 
     def _spawn(self, change: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
         return asyncio.get_running_loop().create_task(change, name=f"{what} {self._resource.instance}")

@@ -1,4 +1,4 @@
-"""LiveInstances: calls the four lifecycle methods of resources and keeps the ledger up to date."""
+"""LiveInstances: calls the four instances methods of resources and keeps the ledger up to date."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from agentfly.resources.spec import ResourceSpec
 
 logger = logging.getLogger(__name__)
 
-SYNC_PATIENCE_S = 10.0
-"""Seconds that closing waits for the disk. The ledger is no use to the living, so no longer than that."""
+SYNC_TIMEOUT_S = 10.0
+"""Seconds that closing waits for the ledger to reach the disk."""
 
 
 class LiveInstances:
-    """The resources that are alive, by instance name.
+    """All live resources, by instance name.
 
-    An instance is known from before its start until it is certainly gone.
+    An instance is listed from before its start until it is certainly gone.
     """
 
-    def __init__(self, ledger: Ledger, window: StatusSocket, in_call: Callable[[str], bool]) -> None:
-        """Begin with none.
+    def __init__(self, ledger: Ledger, status_socket: StatusSocket, in_call: Callable[[str], bool]) -> None:
+        """Create an empty collection.
 
         Args:
-            ledger: where it is written down what is alive.
-            window: is opened beside the ledger.
-            in_call: whether an owner has a call under way.
+            ledger: records the live instances.
+            status_socket: opened beside the ledger.
+            in_call: whether an owner has a running call.
         """
         self._ledger = ledger
-        self._window = window
+        self._status_socket = status_socket
         self._in_call = in_call
-        self._attendances: dict[str, InstanceUsage] = {}
-        self._occupancy: dict[str, Occupancy] = {}  # of those that are gone, by their specs' labels
+        self._usages: dict[str, InstanceUsage] = {}
+        self._occupancy: dict[str, Occupancy] = {}  # of removed instances, by the labels of their specs
         self._resources: dict[str, Resource] = {}
         self._syncing: asyncio.Future[None] | None = None
         self._unsynced = False
@@ -62,80 +62,80 @@ class LiveInstances:
         return {name: resource.spec for name, resource in self._resources.items()}
 
     def usage(self, instance: str) -> InstanceUsage | None:
-        """Who has and uses an instance; None if there is no such instance."""
-        return self._attendances.get(instance)
+        """The usage of an instance; None if there is no such instance."""
+        return self._usages.get(instance)
 
     def begin_lease(self, instance: str, owner: str) -> LeaseUsage:
-        """Somebody has leased an instance, and uses it by way of what is returned."""
-        return self._attendances[instance].begin_lease(owner)
+        """Begin a lease of an instance. Its uses go through the returned object."""
+        return self._usages[instance].begin_lease(owner)
 
     def occupancy(self) -> dict[str, Occupancy]:
-        """How much instances were of use, by the labels of their specs; those that are gone are counted too."""
+        """The occupancy of all instances, including removed ones, by the labels of their specs."""
         total = dict(self._occupancy)
-        for name, attendance in self._attendances.items():
+        for name, usage in self._usages.items():
             label = self._resources[name].spec.label
-            total[label] = total.get(label, Occupancy()) + attendance.occupancy
+            total[label] = total.get(label, Occupancy()) + usage.occupancy
         return total
 
     async def start(
         self,
         instance: str,
         spec: ResourceSpec[Any],
-        lost: Callable[[Exception], None],
+        on_dead: Callable[[Exception], None],
         check: Callable[[], asyncio.Task[Status]],
     ) -> None:
-        """Make a resource and start it.
+        """Create a resource and start it.
 
         Args:
             instance: its name.
-            spec: what it is.
-            lost: called should it turn out later that it cannot be thawed.
-            check: has it asked how it is.
+            spec: its spec.
+            on_dead: called if it cannot be thawed later.
+            check: starts a health check of it.
 
         Raises:
-            Exception: what the resource raises. It is to be removed then.
+            Exception: any exception of the resource, which must then be removed.
         """
         resource = create_resource(spec, instance)
-        parks = spec.idle == "freeze"
-        if parks and not resource.can_freeze:
+        freeze_when_idle = spec.idle == "freeze"
+        if freeze_when_idle and not resource.can_freeze:
             raise freeze_not_supported(spec)
         self._resources[instance] = resource
-        self._attendances[instance] = attendance = InstanceUsage(
-            resource, parks=parks, in_call=self._in_call, lost=lost, check=check
+        self._usages[instance] = usage = InstanceUsage(
+            resource, freeze_when_idle=freeze_when_idle, in_call=self._in_call, on_dead=on_dead, check=check
         )
         self._record(resource)
         self._sync()
-        async with attendance:
+        async with usage:
             await _call_lifecycle_method(resource, "start")
         self._record(resource)
 
     async def reset(self, instance: str) -> None:
-        """Bring a resource back to the state after its start, and see that it is healthy.
+        """Reset a resource and check its health.
 
         Raises:
-            Exception: what the resource raises, or ResourceResetError. It is to be removed then.
+            Exception: any exception of the resource, or ResourceResetError. It must then be removed.
         """
         resource = self._resources[instance]
-        async with self._attendances[instance]:
+        async with self._usages[instance]:
             await _call_lifecycle_method(resource, "reset")
-            if (complaint := await _health_problem(resource)) is not None:
-                raise ResourceResetError(f"{instance} is broken after its reset: {complaint}.")
+            if (problem := await _health_problem(resource)) is not None:
+                raise ResourceResetError(f"{instance} is broken after its reset: {problem}.")
 
     async def check(self, instance: str) -> None:
-        """See that a resource is healthy.
+        """Check the health of a resource.
 
         Raises:
-            ResourceDied: it is not.
-            TimeoutError: it does not say.
+            ResourceDied: it is not healthy.
+            TimeoutError: it does not answer in time.
         """
         resource = self._resources[instance]
         limit = resource.spec.reset_timeout_s
-        complaint = await wait_at_most(_health_problem(resource), limit, f"status() of {instance}")
-        if complaint is not None:
-            raise ResourceDied(f"{instance} is broken: {complaint}.")
+        problem = await wait_at_most(_health_problem(resource), limit, f"status() of {instance}")
+        if problem is not None:
+            raise ResourceDied(f"{instance} is broken: {problem}.")
 
     def quick_check(self, instance: str) -> ResourceDied | None:
-        """What there is to say of an instance that can be seen to be gone, at once; None if it cannot."""
+        """The error of an instance that is visibly gone, without waiting; None if it is not."""
         try:
             status = self._resources[instance].quick_status()
         except Exception as error:  # of a kind's own code
@@ -145,11 +145,12 @@ class LiveInstances:
         return ResourceDied(f"{instance} had died by the time it was to be handed out.")
 
     async def remove(self, instance: str) -> None:
-        """Free everything that belongs to a resource: by its own ``release``, called again if it fails, and
-        failing that by its kind's ``reap``. A cancellation meanwhile costs a try and then goes on.
+        """Remove a resource by its ``release``, called twice if it fails, and then by its kind's ``reap``.
+
+        A cancellation costs one try and is raised at the end.
 
         Raises:
-            ResourceError: it may still be there.
+            ResourceError: it may still exist.
         """
         if (resource := self._resources.get(instance)) is None:
             return
@@ -163,24 +164,24 @@ class LiveInstances:
             except asyncio.CancelledError as error:
                 cancelled = error
                 failures.append(error)
-            except (Exception, KeyboardInterrupt) as error:  # the latter has interrupted the loop already
+            except (Exception, KeyboardInterrupt) as error:  # KeyboardInterrupt has interrupted the loop already
                 logger.warning("%s was not released: %s", instance, describe_error(error))
                 failures.append(error)
             else:
                 self._forget(resource)
                 break
         if instance in self._resources:
-            told = "; ".join(map(describe_error, failures))
-            raise ResourceError(f"{instance} could not be removed: {told}") from failures[0]
+            causes = "; ".join(map(describe_error, failures))
+            raise ResourceError(f"{instance} could not be removed: {causes}") from failures[0]
         if cancelled is not None:
             raise cancelled
 
     async def close(self) -> None:
-        """Close window and ledger. The disk is waited for no longer than `SYNC_PATIENCE_S`."""
-        self._window.close()
+        """Close the status socket and the ledger. The disk is waited for no longer than `SYNC_TIMEOUT_S`."""
+        self._status_socket.close()
         self._unsynced = False
         if (syncing := self._syncing) is not None:
-            await asyncio.wait({syncing}, timeout=SYNC_PATIENCE_S)
+            await asyncio.wait({syncing}, timeout=SYNC_TIMEOUT_S)
             syncing.cancel()
         self._ledger.close()
 
@@ -189,28 +190,28 @@ class LiveInstances:
         entry = LedgerEntry(resource.instance, kind.name, kind.reap_address, resource.traces, time.time())
         self._ledger.write(entry)
         if self._ledger.path is not None:
-            self._window.open(self._ledger.path)
+            self._status_socket.open(self._ledger.path)
 
     async def _release(self, resource: Resource) -> None:
-        await self._attendances[resource.instance].close(resource.spec.release_timeout_s)
+        await self._usages[resource.instance].close(resource.spec.release_timeout_s)
         await _call_lifecycle_method(resource, "release")
 
     def _forget(self, resource: Resource) -> None:
-        """A resource is gone."""
+        """Delete the entries of a removed resource."""
         instance, label = resource.instance, resource.spec.label
         self._ledger.remove(instance)
         del self._resources[instance]
-        self._occupancy[label] = self._occupancy.get(label, Occupancy()) + self._attendances.pop(instance).occupancy
+        self._occupancy[label] = self._occupancy.get(label, Occupancy()) + self._usages.pop(instance).occupancy
 
     async def _reap(self, resource: Resource) -> None:
-        """Remove a resource as an orphan of it would be removed."""
+        """Remove a resource in the way its orphans are removed."""
         address, traces = kind_of(resource.spec).reap_address, resource.traces
         if address is None or not traces:
             raise ResourceError("its kind has no reap to remove it otherwise, or it left no traces to be found by")
         await orphans.run_reap(import_object(address), traces)
 
     def _sync(self) -> None:
-        """Bring the ledger to the disk without waiting for it; starts at the same time share one sync."""
+        """Flush the ledger to disk in the background. Concurrent starts share one flush."""
         self._unsynced = True
         if self._syncing is None:
             self._unsynced = False
@@ -224,7 +225,7 @@ class LiveInstances:
 
 
 async def _health_problem(resource: Resource) -> str | None:
-    """What is wrong with a resource by its own account; None if nothing is."""
+    """The problem that a resource reports; None if it is healthy."""
     try:
         status = await _call_lifecycle_method(resource, "status")
     except Exception as error:
@@ -235,11 +236,11 @@ async def _health_problem(resource: Resource) -> str | None:
 
 
 async def _call_lifecycle_method(resource: Resource, name: str) -> Any:
-    """What a method of the contract returns.
+    """Call a instances method and return its result.
 
     Raises:
-        UsageError: it is no coroutine.
-        Exception: what it raises.
+        UsageError: it is no coroutine function.
+        Exception: any exception that it raises.
     """
     work = getattr(resource, name)()
     if not inspect.isawaitable(work):

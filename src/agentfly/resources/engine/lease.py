@@ -26,16 +26,16 @@ R = TypeVar("R", bound=Resource)
 
 @dataclass(frozen=True, slots=True)
 class Lease(Generic[R]):
-    """What `ResourceEngine.acquire` returns.
+    """The right of an owner to use a resource; returned by `ResourceEngine.acquire`.
 
-    An owner that asks again for the same spec and scope gets this same lease (except with scope ``call``, where
-    each request gets a lease of its own), and the first release ends it for all who have it.
+    Another request of the same owner, spec and scope gets the same lease, and the first release ends it for all. With
+    scope ``call`` each request gets its own lease.
 
     Attributes:
-        resource: stands for the live resource until the lease ends. Using it after that raises `LeaseOver`.
-        owner: who has it.
-        spec: what was asked for.
-        scope: how long it lasts.
+        resource: a handle of the live resource. Using it after the lease has ended raises `LeaseExpired`.
+        owner: the owner.
+        spec: the spec of the resource.
+        scope: how long the lease lasts.
         instance: the instance's name.
         id: the lease's number in its engine.
     """
@@ -49,18 +49,18 @@ class Lease(Generic[R]):
 
 
 def create_handle(resource: R, owner: str, use: LeaseUsage) -> R:
-    """A handle of a resource: it has the resource's attributes and methods and passes for an instance of its class.
+    """Create a proxy for a resource, with its attributes and methods and its class.
 
-    What the owner calls by it is counted by ``use``; a coroutine begins once the instance runs.
+    ``use`` counts the calls through it. A coroutine method begins once the instance is thawed.
     """
     return cast(R, _handle_type(type(resource))(resource, owner, use))
 
 
 def revoke(handle: Resource) -> float:
-    """A lease is over: every use of its handle, and of methods taken from it, raises `LeaseExpired` from now on.
+    """End a lease: every use of its handle, and of methods taken from it, raises `LeaseExpired` from now on.
 
     Returns:
-        The seconds for which something that its owner called was running.
+        The seconds for which calls of the owner were running.
     """
     object.__setattr__(handle, "_Handle__resource", None)
     use = _use(handle)
@@ -69,7 +69,11 @@ def revoke(handle: Resource) -> float:
 
 
 class Handle:
-    """See the module. What it has of its own is hidden, so that every other name is the resource's."""
+    """A proxy for a leased resource. It forwards attribute access and method calls while the lease is active.
+
+    Afterwards every use raises `LeaseExpired`. Its own attributes are mangled, so that all other names are the
+    resource's.
+    """
 
     __slots__ = ("__instance", "__owner", "__resource", "__use", "__weakref__")
 
@@ -90,7 +94,7 @@ class Handle:
             value = getattr(resource, name)
         except AttributeError as error:
             if name.startswith("_") or error.obj is not resource or error.name != name:
-                raise  # what protocols look for, or a failure inside of a property
+                raise  # probed by a protocol, or raised inside a property
             raise _no_such(resource, name) from None
         return _wrap_method(self, value) if isinstance(value, MethodType | FunctionType) else value
 
@@ -117,10 +121,10 @@ def _no_such(resource: Resource, name: str) -> UnknownAttribute:
 
 
 def _resource_of(handle: Any) -> Resource:
-    """The resource that a handle stands for.
+    """The resource of a handle.
 
     Raises:
-        LeaseOver: it stands for none any more.
+        LeaseExpired: the lease has ended.
     """
     resource: Resource | None = handle._Handle__resource
     if resource is None:
@@ -133,7 +137,7 @@ def _resource_of(handle: Any) -> Resource:
 
 
 def _wrap_method(handle: Handle, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that can be called as long as the lease lasts, whenever it was taken from the handle."""
+    """Wrap a method so that it works only while the lease lasts."""
 
     if inspect.iscoroutinefunction(method):
 
@@ -168,9 +172,9 @@ async def _call_coroutine(
 
 
 def _given(handle: Handle, resource: Resource, result: Any) -> Any:
-    """What an owner gets of a result: code of the resource that has yet to run ends with the lease.
+    """Guard a result: coroutines and generators of the resource stop working when the lease ends.
 
-    In place of the resource, which methods return that end in ``return self``, it gets the handle.
+    If a method returns the resource itself, as with ``return self``, the owner gets the handle.
     """
     if result is resource:
         return handle
@@ -186,7 +190,7 @@ async def _coroutine(handle: Handle, work: Coroutine[Any, Any, Any]) -> Any:
             result = await work
         return _given(handle, resource, result)
     finally:
-        work.close()  # in case it never began
+        work.close()  # if it was never started
 
 
 def _generator(handle: Handle, items: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
@@ -213,7 +217,7 @@ def _generator(handle: Handle, items: Generator[Any, Any, Any]) -> Generator[Any
 
 
 async def _async_generator(handle: Handle, items: AsyncGenerator[Any, Any]) -> AsyncGenerator[Any, Any]:
-    """The instance runs from the first item to the end, and counts as busy."""
+    """Wrap an async generator. The instance stays thawed and busy from the first item to the end."""
     step = functools.partial(items.asend, None)
     _resource_of(handle)
     async with _use(handle), aclosing(items):
@@ -234,7 +238,7 @@ async def _async_generator(handle: Handle, items: AsyncGenerator[Any, Any]) -> A
 
 
 def _context_manager(handle: Handle, context: Any) -> Any:
-    """One that `contextlib` made of a generator function."""
+    """Wrap a context manager that `contextlib` made from a generator function."""
     context.gen = _given(handle, _resource_of(handle), context.gen)
     return context
 
@@ -255,9 +259,9 @@ def _use(handle: Any) -> LeaseUsage:
 
 @functools.cache
 def _handle_type(kind: type[Resource]) -> type[Handle]:
-    """The class of handles of one kind. It passes special methods on too, which Python looks up on classes alone.
+    """The handle class of one resource class. It forwards special methods, which Python looks up on the class only.
 
-    Coroutine methods are made here, once for all handles, because nearly every use is a call of one.
+    Coroutine methods are wrapped once per class, because nearly every use is a call of one.
     """
     special = {
         name: _forward(name)
@@ -279,7 +283,7 @@ _OWN_METHODS = frozenset({*dir(Handle), "__del__"})
 
 
 class _CoroutineMethod:
-    """What `_wrap_method` would make of a coroutine method at each use, made once for a class of handles."""
+    """A coroutine method wrapped once per handle class, equivalent to `_wrap_method` at each use."""
 
     def __init__(self, name: str, method: Callable[..., Any]) -> None:
         @functools.wraps(method)
@@ -290,7 +294,9 @@ class _CoroutineMethod:
         self._call = call_async
 
     def __get__(self, handle: Handle, _: type[Handle]) -> Any:
-        own = getattr(_resource_of(handle), "__dict__", {}).get(self._name)  # of the instance, in place of its class's
+        own = getattr(_resource_of(handle), "__dict__", {}).get(
+            self._name
+        )  # an instance attribute that hides the method
         return MethodType(self._call, handle) if own is None else Handle.__getattr__(handle, self._name)
 
 
@@ -302,11 +308,11 @@ def _forward(name: str) -> Callable[..., Any]:
 
 
 class PendingAcquire:
-    """A lease for each spec that a request was for, or an error.
+    """The pending result of an acquire: a lease for each spec, or an error.
 
     Args:
-        specs: what was asked for; no two are equal.
-        loop: where it is waited for.
+        specs: the requested specs; no two are equal.
+        loop: the event loop of the waiter.
 
     Attributes:
         received: the leases so far.
@@ -318,10 +324,10 @@ class PendingAcquire:
         self._complete: asyncio.Future[None] = loop.create_future()
 
     async def leases(self) -> tuple[Lease[Any], ...]:
-        """The leases, in the order of the specs, as soon as all are there.
+        """Wait for all leases, in the order of the specs.
 
         Raises:
-            AgentFlyError: the error that the request was refused with.
+            AgentFlyError: the request was rejected.
         """
         await self._complete
         if len(self._specs) == 1:
@@ -331,11 +337,11 @@ class PendingAcquire:
 
     @property
     def is_settled(self) -> bool:
-        """Whether everything is there, or an error, or nobody waits any more."""
+        """Whether it is complete, failed or cancelled."""
         return self._complete.done()
 
     def add(self, lease: Lease[Any]) -> bool:
-        """Take a lease. False if nobody waits for it any more."""
+        """Add a lease. Returns False if no one waits for it any more."""
         if self.is_settled:
             return False
         self.received.append(lease)
@@ -344,6 +350,6 @@ class PendingAcquire:
         return True
 
     def fail(self, error: AgentFlyError) -> None:
-        """Answer with an error, if there is no answer yet."""
+        """Set an error, unless it is settled."""
         if not self.is_settled:
             self._complete.set_exception(error)

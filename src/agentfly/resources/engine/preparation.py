@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine, Hashable, Iterable
 from typing import Any, Protocol
 
-from agentfly.core.async_tasks import CANCEL_GRACE_S, wait_at_most
+from agentfly.core.async_tasks import CANCEL_GRACE_S, retrieve_exception, wait_at_most
 from agentfly.core.errors import AgentFlyError, ResourceStartError, describe_error
 from agentfly.core.events import ResourceEvent, ResourcePrepared, ResourcePreparing
 from agentfly.resources.kind import kind_of, prepare, validate_spec
@@ -15,7 +15,7 @@ from agentfly.resources.spec import ResourceSpec, typed_key
 
 
 class EmitResourceEvent(Protocol):
-    """Tells whoever listens that something happened to the pool of a spec."""
+    """Emits an event about the pool of a spec."""
 
     def __call__(self, event: type[ResourceEvent], spec: ResourceSpec[Any], **fields: Any) -> None: ...
 
@@ -23,19 +23,19 @@ class EmitResourceEvent(Protocol):
 logger = logging.getLogger(__name__)
 
 REMEMBERED = 10_000
-"""Preparations that are known to be done. One that is forgotten is done again, which is quick."""
+"""Number of finished preparations that are remembered. A forgotten one is repeated, which is quick."""
 
 MAX_PREFETCHES = 2
-"""How many preparations that nobody waits for yet go on at once."""
+"""Maximum number of concurrent prefetches."""
 
 Spec = ResourceSpec[Any]
 
 
 class Preparer:
-    """Prepares for specs: once for each kind and ``preparation_key``, whoever asks and however many.
+    """Prepares for specs, once for each kind and ``preparation_key``.
 
     Args:
-        emit: tells what happens.
+        emit: emits events.
     """
 
     def __init__(self, emit: EmitResourceEvent) -> None:
@@ -47,15 +47,15 @@ class Preparer:
         self._stopped = False
 
     def is_prepared(self, spec: Spec) -> bool:
-        """Whether nothing has to be prepared for a spec, or it has been."""
+        """Whether a spec needs no preparation, or is prepared."""
         key = _key(spec)
         return key is None or key in self._done
 
     async def prepare(self, spec: Spec) -> None:
-        """Return when what a spec needs is there. Whoever is cancelled meanwhile leaves it to go on for the others.
+        """Prepare for a spec. Cancelling one waiter does not stop the preparation for the others.
 
         Raises:
-            AgentFlyError: it could not be prepared; the next who needs it tries anew.
+            AgentFlyError: the preparation failed; the next request tries again.
         """
         if self.is_prepared(spec):
             return
@@ -68,11 +68,11 @@ class Preparer:
         preparation.result()
 
     def invalidate(self, spec: Spec) -> None:
-        """What was prepared may not be there any more."""
+        """Forget a preparation, whose result may be gone."""
         self._done.pop(_key(spec), None)
 
     def prefetch(self, specs: Iterable[Spec], prepared: Callable[[Spec], None]) -> None:
-        """Prepare for specs in the background, a few at a time, and say of each when that went well."""
+        """Prepare for specs in the background, a few at a time; ``prepared`` is called after each success."""
         for spec in () if self._stopped else specs:
             validate_spec(spec)
             self._expected[spec] = prepared
@@ -82,17 +82,17 @@ class Preparer:
             worker.add_done_callback(self._prefetching.discard)
 
     def stop(self) -> None:
-        """Break off what is under way, and begin nothing any more."""
+        """Cancel running preparations, and start no more."""
         self._stopped = True
         self._expected.clear()
         for task in (*self._prefetching, *self._under_way.values()):
             task.cancel()
 
     async def join(self) -> None:
-        """Return when nothing is under way any more after `stop`, or takes no notice."""
+        """After `stop`, wait until all preparations have ended or ignore their cancellation."""
         if tasks := {*self._prefetching, *self._under_way.values()}:
-            _, heedless = await asyncio.wait(tasks, timeout=CANCEL_GRACE_S)
-            for task in heedless:
+            _, ignoring = await asyncio.wait(tasks, timeout=CANCEL_GRACE_S)
+            for task in ignoring:
                 logger.error("%r takes no notice of being cancelled and is left to itself.", task.get_name())
 
     async def _prepare(self, spec: Spec, key: Hashable) -> None:
@@ -115,8 +115,8 @@ class Preparer:
                 del self._done[next(iter(self._done))]
         finally:
             del self._under_way[key]
-            told = None if failure is None else describe_error(failure)
-            self._emit(ResourcePrepared, spec, what=what, seconds=loop.time() - began, error=told)
+            cause = None if failure is None else describe_error(failure)
+            self._emit(ResourcePrepared, spec, what=what, seconds=loop.time() - began, error=cause)
 
     async def _prefetch(self) -> None:
         while self._expected:
@@ -131,16 +131,10 @@ class Preparer:
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=name)
-        task.add_done_callback(_seen)
+        task.add_done_callback(retrieve_exception)
         return task
 
 
 def _key(spec: Spec) -> Hashable | None:
     own = spec.preparation_key
     return None if own is None else (kind_of(spec).name, typed_key(own))
-
-
-def _seen(task: asyncio.Task[None]) -> None:
-    """Perhaps nobody waited to the end; those who did have been told."""
-    if not task.cancelled():
-        task.exception()

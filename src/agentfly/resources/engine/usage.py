@@ -15,51 +15,51 @@ from agentfly.resources.resource import Resource, Status
 
 
 class BusyTimer:
-    """Adds up the seconds in which at least one of something goes on. Any thread may use it.
+    """Adds up the seconds in which at least one operation runs. Thread-safe.
 
     Args:
-        clock: the time in seconds.
-        whole: a meter of which this one is a part: it runs while any of its parts does.
+        clock: returns the time in seconds.
+        whole: a timer that also runs while this one does.
     """
 
     def __init__(self, clock: Callable[[], float], whole: BusyTimer | None = None) -> None:
         self._clock = clock
         self._whole = whole
-        self._lock: Lock = whole._lock if whole is not None else Lock()  # one for both, which change together
-        self._under_way = 0
+        self._lock: Lock = whole._lock if whole is not None else Lock()  # shared, because both change together
+        self._running = 0
         self._since = 0.0
         self._seconds = 0.0
         self._stopped = False
 
     @property
     def seconds(self) -> float:
-        """How long it has been in all, what goes on now included."""
+        """The total, including running operations."""
         with self._lock:
-            return self._seconds + (self._clock() - self._since if self._under_way else 0.0)
+            return self._seconds + (self._clock() - self._since if self._running else 0.0)
 
     def begin(self) -> None:
-        """One more goes on."""
+        """An operation begins."""
         with self._lock:
             self._one_more(self._clock())
 
     def end(self) -> None:
-        """One of them is over."""
+        """An operation ends."""
         with self._lock:
             self._one_less(self._clock())
 
     def stop(self) -> None:
-        """Count nothing any more: neither what goes on still nor what begins."""
+        """Stop counting, also for running operations."""
         with self._lock:
-            if not self._stopped and self._under_way:
-                self._under_way = 1
+            if not self._stopped and self._running:
+                self._running = 1
                 self._one_less(self._clock())
             self._stopped = True
 
     def _one_more(self, now: float) -> None:
         if self._stopped:
             return
-        self._under_way += 1
-        if self._under_way == 1:
+        self._running += 1
+        if self._running == 1:
             self._since = now
             if self._whole is not None:
                 self._whole._one_more(now)
@@ -67,34 +67,34 @@ class BusyTimer:
     def _one_less(self, now: float) -> None:
         if self._stopped:
             return
-        self._under_way -= 1
-        if not self._under_way:
+        self._running -= 1
+        if not self._running:
             self._seconds += now - self._since
             if self._whole is not None:
                 self._whole._one_less(now)
 
 
 class ActiveCalls:
-    """The calls that are under way.
+    """The running calls, by owner.
 
     Args:
-        over: told of each owner whose last call has ended.
+        over: called with an owner when its last call has ended.
     """
 
     def __init__(self, over: Callable[[str], None]) -> None:
         self._over = over
-        self._under_way: Counter[str] = Counter()
+        self._running: Counter[str] = Counter()
 
     def __contains__(self, owner: str) -> bool:
-        return owner in self._under_way
+        return owner in self._running
 
     def track(self, owner: str) -> ActiveCall:
-        """A call of an owner, as a block."""
+        """A context manager that counts as a call of an owner."""
         return ActiveCall(self, owner)
 
 
 class ActiveCall:
-    """A call, under way while its block runs."""
+    """A call that runs while its block does."""
 
     __slots__ = ("_calls", "_owner")
 
@@ -103,26 +103,26 @@ class ActiveCall:
         self._owner = owner
 
     def __enter__(self) -> None:
-        self._calls._under_way[self._owner] += 1
+        self._calls._running[self._owner] += 1
 
     def __exit__(self, *_: object) -> None:
         calls, owner = self._calls, self._owner
-        calls._under_way[owner] -= 1
-        if not calls._under_way[owner]:
-            del calls._under_way[owner]
+        calls._running[owner] -= 1
+        if not calls._running[owner]:
+            del calls._running[owner]
             calls._over(owner)
 
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """How much of their time instances were of use, added up over instances.
+    """How long instances were alive, held and busy, added up over instances.
 
     Attributes:
-        leases: how many leases there were.
-        alive_seconds: from before their starts until they were gone.
-        held_seconds: somebody had leased them.
-        busy_seconds: at least one method that an owner called was running. What of the held time is not busy was
-            spent on other things, such as generation.
+        leases: number of leases.
+        alive_seconds: time from before the start until the instance was gone.
+        held_seconds: time with at least one lease.
+        busy_seconds: time in which at least one method called by an owner ran. The rest of the held time went to
+            other things, such as generation.
     """
 
     leases: int = 0
@@ -148,28 +148,28 @@ class Occupancy:
 
 
 class InstanceUsage:
-    """Who has one instance, and who uses it.
+    """The leases and uses of one instance.
 
     Args:
         resource: the instance.
-        parks: whether it is frozen while nobody uses it.
-        in_call: whether an owner has a call under way, which may use it any time.
-        lost: called when it cannot be thawed.
-        check: has the instance asked how it is.
+        freeze_when_idle: whether to freeze it while no one uses it.
+        in_call: whether an owner has a running call, which may use the instance at any time.
+        on_dead: called if it cannot be thawed.
+        check: starts a health check of the instance.
     """
 
     def __init__(
         self,
         resource: Resource,
         *,
-        parks: bool,
+        freeze_when_idle: bool,
         in_call: Callable[[str], bool],
-        lost: Callable[[Exception], None],
+        on_dead: Callable[[Exception], None],
         check: Callable[[], asyncio.Task[Status]],
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.busy = BusyTimer(self.loop.time)
-        self.parking = IdleFreezer(resource, self._has_no_active_call, lost) if parks else None
+        self.freezer = IdleFreezer(resource, self._has_no_active_call, on_dead) if freeze_when_idle else None
         self._in_call = in_call
         self._check = check
         self._checking: asyncio.Task[Status] | None = None
@@ -181,21 +181,21 @@ class InstanceUsage:
     @property
     def frozen(self) -> bool:
         """Whether the instance is frozen."""
-        return self.parking is not None and self.parking.frozen
+        return self.freezer is not None and self.freezer.frozen
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody has leased it."""
+        """Whether the instance is leased."""
         return bool(self._owners)
 
     @property
     def occupancy(self) -> Occupancy:
-        """How much of its time the instance was of use so far."""
+        """The occupancy of the instance so far."""
         alive = self.loop.time() - self._since
         return Occupancy(self._leases, alive, self._held.seconds, self.busy.seconds)
 
     def begin_lease(self, owner: str) -> LeaseUsage:
-        """Somebody has leased it, and uses it by way of what is returned, until they close that."""
+        """Begin a lease. Uses of the instance go through the returned object until it is closed."""
         use = LeaseUsage(self)
         self._owners[use] = owner
         self._leases += 1
@@ -203,67 +203,67 @@ class InstanceUsage:
         return use
 
     def end_lease(self, use: LeaseUsage) -> None:
-        """A lease is over."""
+        """A lease has ended."""
         del self._owners[use]
         self._held.end()
         self.maybe_freeze()
 
     def request_check(self) -> None:
-        """Something that an owner called says that the instance is gone: nobody else should wait to find out."""
+        """Check the instance now, because a call of an owner found it dead."""
         if self._checking is None or self._checking.done():
             self._checking = self._check()
 
     def maybe_freeze(self) -> None:
-        """Perhaps nobody needs it now."""
-        if self.parking is not None:
-            self.parking.maybe_freeze()
+        """Freeze the instance soon if no one needs it."""
+        if self.freezer is not None:
+            self.freezer.maybe_freeze()
 
     async def __aenter__(self) -> Self:
-        """The engine is about to do something with the instance, which must run for it."""
-        if self.parking is not None:
-            self.parking.begin_use()
+        """Thaw the instance for an operation of the engine."""
+        if self.freezer is not None:
+            self.freezer.begin_use()
             try:
-                await self.parking.wait_running()
+                await self.freezer.wait_running()
             except BaseException:
-                self.parking.end_use()
+                self.freezer.end_use()
                 raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self.parking is not None:
-            self.parking.end_use()
+        if self.freezer is not None:
+            self.freezer.end_use()
 
     async def close(self, within_s: float) -> None:
-        """The instance is about to be removed."""
-        if self.parking is not None:
-            await self.parking.close(within_s)
+        """Thaw the instance before its removal."""
+        if self.freezer is not None:
+            await self.freezer.close(within_s)
 
     def _has_no_active_call(self) -> bool:
         return not any(self._in_call(owner) for owner in self._owners.values())
 
 
 class LeaseUsage:
-    """One lease's use of its instance. A coroutine that the owner calls runs in ``async with use``.
+    """The use of an instance by one lease. Coroutines that the owner calls run in ``async with use``.
 
     Attributes:
-        busy: counts while something that the owner called is running.
+        busy: the timer of the owner's running calls.
     """
 
-    def __init__(self, attendance: InstanceUsage) -> None:
-        self.busy = BusyTimer(attendance.loop.time, attendance.busy)
-        self._attendance = attendance
-        self._parking = attendance.parking
+    def __init__(self, usage: InstanceUsage) -> None:
+        self.busy = BusyTimer(usage.loop.time, usage.busy)
+        self._usage = usage
+        self._freezer = usage.freezer
         self._inside = 0
         self._over = False
 
     async def __aenter__(self) -> Self:
-        if asyncio.get_running_loop() is not self._attendance.loop:
+        if asyncio.get_running_loop() is not self._usage.loop:
             raise UsageError(
                 "A resource is used in the event loop of its engine, and this is another one. From a sync tool, which "
                 "runs on a thread, write context.wait(box.run(…))."
             )
-        if self._parking is not None:
-            await self._thaw(self._parking)
+        if self._freezer is not None:
+            await self._thaw(self._freezer)
         self.busy.begin()
         return self
 
@@ -271,27 +271,27 @@ class LeaseUsage:
         self.busy.end()
         self._leave()
         if kind is not None and issubclass(kind, ResourceDied) and not self._over:
-            self._attendance.request_check()
+            self._usage.request_check()
 
     def close(self) -> None:
-        """The lease is over. What still runs is not waited for, and counts no more."""
+        """End the lease. Running calls are not waited for and stop counting."""
         self.busy.stop()
         self._over = True
-        if self._parking is not None:
+        if self._freezer is not None:
             for _ in range(self._inside):
-                self._parking.end_use()
-        self._attendance.end_lease(self)
+                self._freezer.end_use()
+        self._usage.end_lease(self)
 
-    async def _thaw(self, parking: IdleFreezer) -> None:
+    async def _thaw(self, freezer: IdleFreezer) -> None:
         self._inside += 1
-        parking.begin_use()
+        freezer.begin_use()
         try:
-            await parking.wait_running()
+            await freezer.wait_running()
         except BaseException:
             self._leave()
             raise
 
     def _leave(self) -> None:
-        if self._parking is not None and not self._over:
+        if self._freezer is not None and not self._over:
             self._inside -= 1
-            self._parking.end_use()
+            self._freezer.end_use()

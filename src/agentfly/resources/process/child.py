@@ -18,28 +18,28 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 RESOURCE_TRACKER_GRACE_S = 2.0
-"""Seconds that Python's resource trackers get to tidy up."""
+"""Seconds that Python's resource trackers have to clean up."""
 
 
 def become_subreaper() -> None:
-    """From now on, whatever is started below this process becomes its child when its own parent ends."""
+    """Make orphaned descendants of this process its children from now on."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def set_parent_death_signal() -> None:
-    """Have this process killed when the thread of its parent that forked it ends. Its children do not inherit this."""
+    """Have this process killed when the parent thread that forked it ends. Children do not inherit this."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def reset_signals() -> None:
-    """Have every signal do what it does by default, as before a program is executed, which would inherit otherwise."""
+    """Restore the default action of all signals before exec, because the program would inherit the current ones."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def child_wakeup_fd() -> int:
-    """A descriptor that can be read whenever a child ends or a signal with a handler comes."""
+    """A descriptor that becomes readable when a child ends or a signal with a handler arrives."""
     woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes)
@@ -47,7 +47,7 @@ def child_wakeup_fd() -> int:
 
 
 def reap_child() -> tuple[int, int] | None:
-    """The id and exit status of a child that has ended; a signal's number is negative."""
+    """The id and exit status of an ended child, negative for a signal number; None if none has ended."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -56,10 +56,10 @@ def reap_child() -> tuple[int, int] | None:
 
 
 def kill_descendants() -> None:
-    """Kill everything below this process: as each process ends, its children become this one's and are next.
+    """Kill all descendants of this process. Children of a killed process become its own children and are killed next.
 
-    Python's resource trackers come last, if they do not end by themselves, which they do when those whose files they
-    track have ended: they remove the shared memory and semaphores that these leave behind.
+    Python's resource trackers are killed last. They normally end by themselves after the processes they track, and
+    remove the shared memory and semaphores of these processes.
     """
     overdue = time.monotonic() + RESOURCE_TRACKER_GRACE_S
     with contextlib.suppress(ChildProcessError):
@@ -74,7 +74,7 @@ def kill_descendants() -> None:
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Whether a process is the one that Python's multiprocessing starts beside its processes to tidy up after them."""
+    """Whether a process is a resource tracker of Python's multiprocessing."""
     try:
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -82,7 +82,7 @@ def is_resource_tracker(pid: int) -> bool:
 
 
 def prctl(option: int, value: int) -> None:
-    """Set a property of this process that Python has no call for (Linux, prctl(2))."""
+    """Call prctl(2), for which Python has no function (Linux)."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
@@ -94,9 +94,9 @@ INHERITED_VARIABLES = frozenset(
         *("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONUTF8"),
     }
 )
-"""What programs and interpreters need in order to be found and to start; further ``LC_…``, for the locale."""
+"""The variables that programs and interpreters need to be found and to start; besides them ``LC_…``, for the locale."""
 
-# The path is set before anything of AgentFly is imported, so that both sides run the same code.
+# The path is set before AgentFly is imported, so that both sides run the same code.
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from {module} import {function}; {function}(*json.loads(sys.argv[2]))"
@@ -108,7 +108,7 @@ def python_command(address: str, *arguments: int | str) -> list[str]:
 
     Args:
         address: the function, as ``module:name``.
-        arguments: what it is called with. They are on the command line, which everybody on the machine can read.
+        arguments: what it is called with. They are on the command line, which every user of the machine can read.
     """
     module, _, function = address.partition(":")
     boot = _BOOT.format(module=module, function=function)
@@ -116,14 +116,14 @@ def python_command(address: str, *arguments: int | str) -> list[str]:
 
 
 def minimal_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What a process is given of this one's environment that is not to have the secrets in it."""
+    """The part of this process's environment that is safe to pass on: without secrets."""
     return {name: value for name, value in environment.items() if name in INHERITED_VARIABLES or name.startswith("LC_")}
 
 
 def search_path() -> list[str]:
-    """Where Python looks for modules here, in words that mean the same in another directory.
+    """The module search path of this process, with absolute entries.
 
-    What Python passes over, such as a `Path` that somebody appended, is left out.
+    Entries that Python ignores, such as a `Path` object, are left out.
     """
     try:
         here = os.getcwd()  # noqa: PTH109
@@ -133,7 +133,7 @@ def search_path() -> list[str]:
 
 
 def describe_exit(status: int) -> str:
-    """How a process ended.
+    """Describe how a process ended.
 
     Args:
         status: its exit status; negative for the number of a signal.

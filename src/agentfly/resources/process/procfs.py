@@ -14,13 +14,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """A process, told apart from any later one that gets the same id.
+    """A process, distinguishable from later ones with the same id.
 
     Attributes:
         pid: its process id, as seen in its own pid namespace.
         started: its start time in clock ticks since boot (field 22 of ``/proc/PID/stat``, proc(5)).
         boot: the boot it runs in.
-        namespace: its pid namespace, in which alone ``pid`` has a meaning.
+        namespace: its pid namespace, in which ``pid`` is valid.
         machine: the machine, which may share its files with others.
     """
 
@@ -44,10 +44,10 @@ class ProcessIdentity:
 
     @classmethod
     def from_json(cls, saved: Any) -> ProcessIdentity:
-        """What `dataclasses.asdict` made of one.
+        """The inverse of `dataclasses.asdict`.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the value is no process identity.
         """
         match saved:
             case {"pid": int(), "started": int(), "boot": str(), "namespace": str(), "machine": str()} if (
@@ -57,7 +57,7 @@ class ProcessIdentity:
         raise ValueError(f"{saved!r:.200} is no process")
 
     def is_dead(self) -> bool:
-        """Whether the process is certainly gone. What cannot be told from here counts as living."""
+        """Whether the process is certainly gone. An unknown state counts as alive."""
         here = ProcessIdentity.current()
         if self.machine != here.machine:
             return False
@@ -67,18 +67,18 @@ class ProcessIdentity:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None when there is no such process, or only its zombie."""
+    """The start time of a process in clock ticks since boot; None if it does not exist or is a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The program's name stands in parentheses and may hold anything, parentheses too.
+    # The program name is in parentheses and may contain any character, including parentheses.
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
 
 
 def age_seconds(started: int) -> float:
-    """How long ago a process started, by its start time in clock ticks since boot."""
+    """Seconds since a start time in clock ticks since boot."""
     uptime = float(Path("/proc/uptime").read_text().split()[0])
     return max(0.0, uptime - started / os.sysconf("SC_CLK_TCK"))
 
@@ -96,7 +96,7 @@ _ROUNDS = 100
 
 
 def children(pid: int) -> list[int]:
-    """The children of a process, whichever of its threads made them."""
+    """The children of a process, from all its threads."""
     found: list[int] = []
     with contextlib.suppress(OSError):  # it, or a thread of it, is gone
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208  (every start and kill asks, and pathlib is slow)
@@ -106,7 +106,7 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> set[int]:
-    """All processes below a process."""
+    """All descendants of a process."""
     found: set[int] = set()
     edge = children(pid)
     while edge:
@@ -116,9 +116,9 @@ def descendants(pid: int) -> set[int]:
 
 
 def signal_descendants(pid: int, number: signal.Signals) -> None:
-    """Send a signal to every process below a process. A stop reaches those too that are being forked meanwhile.
+    """Send a signal to all descendants of a process. A stop also reaches processes forked meanwhile.
 
-    Each gets it through a pidfd, after it was seen to be below the process, so that a reused process id hits nobody.
+    Signals go through pidfds that were verified to be descendants, so a reused process id is never hit.
     """
     reached: set[int] = set()
     for _ in range(_ROUNDS):
@@ -143,7 +143,7 @@ def _open(pid: int) -> int | None:
 
 
 def uid_of(pid: int) -> int | None:
-    """The user that a process is, whatever it has made of what others may see of it; None if there is none."""
+    """The user id of a process, readable even if the process is not dumpable; None if it does not exist."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except OSError:
@@ -152,9 +152,7 @@ def uid_of(pid: int) -> int | None:
 
 
 def private_memory_bytes(pid: int) -> int:
-    """Bytes of memory that are a process's own, to be counted once among processes that share pages by forking, and
-    those of the tables in which the kernel keeps where its pages are.
-    """
+    """Private memory of a process in bytes, including page tables. Pages shared by forks are counted in shares."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         lines += Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
@@ -168,9 +166,9 @@ _GONE = select.POLLHUP | select.POLLRDHUP | select.POLLERR
 
 
 def peer_closed(descriptor: int) -> bool:
-    """Whether the other end of a socket has been closed, though nobody has read as far as that. A microsecond's work.
+    """Whether the other end of a socket has been closed, even if unread data remains. It takes a microsecond.
 
-    The end of a process closes its sockets, so this shows it before any event of a loop does.
+    The end of a process closes its sockets, so this detects it before the event loop does.
     """
     return _polled(descriptor, _GONE)
 

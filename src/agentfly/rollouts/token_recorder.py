@@ -145,7 +145,7 @@ class TokenRecorder:
         if not self._barred_ids.isdisjoint(ids):
             raise TokenInvariantError(
                 "The policy sampled a token that only images have, for which there is no image; refusing what it "
-                "returned. A policy has to leave out SamplingParams.barred_ids."
+                "returned. A policy has to leave out SamplingParams.suppressed_ids."
             )
         self._require_tokens(ids)
         sequence = self._sequence

@@ -142,7 +142,7 @@ async def test_an_image_that_is_not_there_is_refused_with_the_cure(engine_ground
 
 async def test_an_engine_that_is_not_there_is_no_backend_and_says_how_to_get_it(engine_ground: Ground) -> None:
     absent = type(engine_ground.backend)("unix:///no/such.sock")
-    assert not absent.probe().works
+    assert not absent.probe().available
     with pytest.raises(PrerequisiteError, match="Install"):
         absent.probe().check(engine_ground.spec())
 

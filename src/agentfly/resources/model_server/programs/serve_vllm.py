@@ -60,7 +60,7 @@ def main(listener: socket.socket, words: list[str]) -> None:
     args = make_arg_parser(FlexibleArgumentParser(usage=_USAGE)).parse_args([*_OPTIONS, *words])
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)
-    args.middleware = [*args.middleware, f"{__name__}.Guard"]
+    args.middleware = [*args.middleware, f"{__name__}.{ApiKeyMiddleware.__name__}"]
     uvloop.run(serve(listener, args))
 
 

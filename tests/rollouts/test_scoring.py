@@ -107,7 +107,7 @@ async def test_what_a_reward_waits_for_says_nothing_of_how_a_rollout_that_begins
         return 1.0
 
     [one] = attempts("a")
-    context = Context(one, engine, notice=notice)
+    context = Context(one, engine, wait_observer=notice)
     await score_rollout(one, judged, context, EventStream())
     assert (one.reward, noticed) == (1.0, [])
     await context.acquire(FakeSpec(name="tool's"))

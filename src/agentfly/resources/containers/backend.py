@@ -20,24 +20,24 @@ FLOODED = (
     "The sandbox was ended, because processes in it flooded the channels of its shell. No command can be run in it any "
     "more, and its files are lost."
 )
-"""What is said of a sandbox that was ended for that."""
+"""The message for a sandbox that was stopped for flooding."""
 
 
 class Sandbox(ABC):
     """One container on one backend, driven by `Container`.
 
     `Container` calls one of start, reset, stop, freeze, thaw and fork at a time. It calls freeze, thaw, fork and port
-    only
-    if the backend's capabilities allow them. A backend never raises for what a command does: that is the command's
-    outcome.
-    It raises for infrastructure failures, and `SandboxEnded` if processes inside caused the end of the sandbox.
+    only if the backend's capabilities allow them.
+
+    A failed command is not an error of the backend: its outcome says how it ended. A backend raises errors for
+    infrastructure failures, and `SandboxEnded` if processes inside caused the end of the sandbox.
     """
 
     def __init__(self, spec: ContainerSpec, instance: str) -> None:
         """Create a handle; nothing is started yet.
 
         Args:
-            spec: what to start.
+            spec: the container to start.
             instance: its name, unique on the machine.
         """
         self.spec = spec
@@ -47,65 +47,63 @@ class Sandbox(ABC):
     async def start(self) -> None:
         """Start it with an empty private layer, its limits, and a session that takes commands.
 
-        It may fail or be cancelled at any point; `stop` then removes what was created.
+        The start may fail or be cancelled at any point. `stop` then removes everything that was created.
 
         Raises:
-            ResourceStartError: it did not start; the message has the backend's output.
-            PrerequisiteError: the machine cannot do what the spec asks.
+            ResourceStartError: it did not start. The message has the backend's output.
+            PrerequisiteError: the machine does not support the spec.
         """
 
     async def reset(self) -> None:
         """Return to the state after `start`: earlier processes and files are gone.
 
         Raises:
-            ResourceStartError: as `start` does.
+            ResourceStartError: under the same conditions as in `start`.
         """
         await self.stop()
         await self.start()
 
     @abstractmethod
     async def stop(self) -> None:
-        """Kill every process, frozen ones too, remove all resources, and return when they are gone. Idempotent.
+        """Kill every process, including frozen ones, and remove all resources. Return when they are gone. Idempotent.
 
         Raises:
-            OSError: something of it cannot be removed.
+            OSError: a part of it cannot be removed.
         """
 
     @property
     def workdir(self) -> str:
-        """Path inside of the directory in which the shell starts."""
+        """The directory, as a path inside, in which the shell starts."""
         return self.spec.workdir
 
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """Whether it takes commands, or would if thawed, as far as known.
+        """Whether it takes commands, or would take them if thawed, as far as known.
 
-        A sandbox that was stopped for flooding still counts as alive: each call raises `SandboxFlooded`, and a reset
-        replaces
-        it.
+        A sandbox that was stopped for flooding still counts as alive. Each call then raises `SandboxFlooded`, and a
+        reset replaces the sandbox.
         """
 
     @abstractmethod
     async def run(self, command: Command, timeout: float) -> CommandOutcome:
         """Run a command and wait for it. After ``timeout`` seconds, kill it and every process it started.
 
-        Commands without `new_process` run in the session, one at a time. Processes that a command leaves behind never
-        delay the
-        return. Time while the sandbox is frozen does not count.
+        Commands without `new_process` run in the session, one at a time. Processes that a command leaves running do not
+        delay the return. Time while the sandbox is frozen does not count.
 
         Raises:
             ResourceDied: the sandbox ended before the command did.
-            SandboxEnded: its processes caused its end.
+            SandboxEnded: processes inside caused the end of the sandbox.
             ResourceError: the backend has no room for the command's input.
         """
 
     async def freeze(self) -> None:
-        """Stop every process; return when all are stopped. Idempotent."""
+        """Suspend every process. Return when all are suspended. Idempotent."""
         raise self._unsupported("freeze")
 
     async def thaw(self) -> None:
-        """Resume every process; return when all run. Idempotent."""
+        """Resume every process. Return when all run. Idempotent."""
         raise self._unsupported("thaw")
 
     async def fork(self) -> SnapshotImage:
@@ -119,8 +117,12 @@ class Sandbox(ABC):
         raise self._unsupported("fork")
 
     async def port(self, inside: int) -> tuple[str, int]:
-        """Host and port by which this machine reaches a TCP port inside, one of the spec's ``ports``, until the sandbox
-        ends.
+        """Return the host and port by which this machine reaches a TCP port inside.
+
+        They are valid until the sandbox ends.
+
+        Args:
+            inside: one of the spec's ``ports``.
 
         Raises:
             ResourceDied: the sandbox is gone.
@@ -132,11 +134,11 @@ class Sandbox(ABC):
 
 
 class Backend(ABC):
-    """An isolating program, as this process uses it.
+    """A program that isolates sandboxes, as used by this process.
 
     Attributes:
         name: its name in a spec.
-        probed_in_pid: the process in which `probe` found that it works and now answers at once; 0 for none.
+        probed_in_pid: the id of the process in which `probe` succeeded and now returns at once; 0 for none.
     """
 
     name: ClassVar[str]
@@ -144,14 +146,14 @@ class Backend(ABC):
 
     @abstractmethod
     def probe(self) -> Capabilities:
-        """What it can do on this machine, found by one trial. The first call may block for a moment."""
+        """Return its capabilities on this machine, found by one trial. The first call may block for a moment."""
 
     @abstractmethod
     async def prepare(self, spec: ContainerSpec) -> None:
-        """Fetch or unpack a spec's image; return at once if that was done before.
+        """Fetch or unpack a spec's image. Return at once if that was done before.
 
-        Called after a successful `probe`, before each start. Many sandboxes and many processes may call it at the same
-        time.
+        It is called after a successful `probe` and before each start. Many sandboxes and processes may call it
+        concurrently.
 
         Raises:
             ResourceStartError: the image does not exist or is not an image.
@@ -159,18 +161,23 @@ class Backend(ABC):
 
     @abstractmethod
     def sandbox(self, spec: ContainerSpec, instance: str) -> Sandbox:
-        """A sandbox, not started. Called after a successful `probe`."""
+        """Return a sandbox that is not started. It is called after a successful `probe`."""
 
     @abstractmethod
     def traces(self, spec: ContainerSpec, instance: str) -> dict[str, Any]:
-        """The JSON-able data that `reap` needs to remove an instance if this process dies. Known before the start."""
+        """Return the data, as JSON values, with which `reap` removes an instance if this process dies.
+
+        The data is known before the start.
+        """
 
     @abstractmethod
     def reap(self, traces: dict[str, Any]) -> None:
-        """Kill and remove exactly what an instance's traces name. Fine if it is gone already. It may block.
+        """Kill and remove exactly what the traces of an instance name. It may block.
+
+        An instance that is already gone is not an error.
 
         Raises:
-            Exception: something of it may still exist.
+            Exception: a part of it may still exist.
         """
 
 
@@ -179,7 +186,7 @@ _loading = threading.Lock()
 
 
 def get_backend(name: str) -> Backend:
-    """The backend with a name, in this process. It is not probed yet."""
+    """Return the backend of this process with a name. This does not probe it."""
     with _loading:
         if name not in _loaded:
             _loaded[name] = import_object(BACKENDS[name].address)()
@@ -187,19 +194,19 @@ def get_backend(name: str) -> Backend:
 
 
 def candidate_backends(spec: ContainerSpec) -> list[str]:
-    """The names of the backends that support a spec's kind of image, best first."""
+    """Return the names of the backends that support a spec's kind of image, best first."""
     if spec.backend != "auto":
         return [spec.backend]
     return [name for name, entry in BACKENDS.items() if spec.image_kind in entry.image_kinds]
 
 
 async def select_backend(spec: ContainerSpec) -> Backend:
-    """The best backend that works on this machine and supports a spec. Backends after it are not imported.
+    """Return the best backend that works on this machine and supports a spec. Later candidates are not imported.
 
-    A backend with full isolation comes before one with weak isolation, even if the spec accepts that.
+    A backend with full isolation is preferred to one with weak isolation, even if the spec accepts weak isolation.
 
     Raises:
-        PrerequisiteError: no backend supports the spec. The message says for each what is missing.
+        PrerequisiteError: no backend supports the spec. The message says what each backend lacks.
     """
     first = _loaded.get(candidate_backends(spec)[0])
     if first is not None and first.probed_in_pid == os.getpid() and _fully_supports(first, spec):
@@ -208,11 +215,10 @@ async def select_backend(spec: ContainerSpec) -> Backend:
 
 
 def traces(spec: ContainerSpec, instance: str) -> dict[str, Any]:
-    """By backend name, what each backend that may get an instance needs to remove it.
+    """Return, by backend name, the data with which each backend that may run an instance can remove it.
 
-    This imports no backend, because an import would block the event loop. A prepared image has a loaded backend
-    already.
-    Backends for the host image all leave the same traces.
+    Importing a backend would block the event loop. If the image was prepared, its backend is already loaded. All
+    backends for the host image leave the same traces, so these need no import.
     """
     names = [name for name in candidate_backends(spec) if name in _loaded]
     if not names and spec.image_kind == "host":
@@ -221,7 +227,7 @@ def traces(spec: ContainerSpec, instance: str) -> dict[str, Any]:
 
 
 def _fully_supports(candidate: Backend, spec: ContainerSpec) -> bool:
-    """Whether a backend supports a spec with full isolation."""
+    """Return whether a backend supports a spec with full isolation."""
     found = candidate.probe()
     try:
         found.check(spec)
@@ -250,7 +256,7 @@ def _choose(spec: ContainerSpec) -> Backend:
 
 
 def _image_name_hint(spec: ContainerSpec) -> list[str]:
-    """A hint about an image name that no backend takes; empty for other images."""
+    """Return a hint about an image name that no backend accepts; empty for other kinds of image."""
     if spec.image_kind != "name" or spec.backend != "auto":
         return []
     here = Path(spec.image).absolute()
@@ -260,11 +266,11 @@ def _image_name_hint(spec: ContainerSpec) -> list[str]:
 
 
 def reap(traces: dict[str, Any]) -> None:
-    """Remove what a dead process left of a container, by the traces of each backend that may have had it.
+    """Remove what a dead process left of a container, by the traces of each backend that may have run it.
 
     Raises:
-        Exception: the first failure, after all backends were tried. `ResourceUnreachable` only if no other failure is
-            known.
+        Exception: the first failure, after all backends were tried. It is `ResourceUnreachable` only if there was no
+            other failure.
     """
     failures: list[Exception] = []
     for name, left in traces.items():

@@ -19,7 +19,12 @@ class BoundedOutput:
     __slots__ = ("_head", "_head_limit", "_sink", "_tail", "_tail_limit", "total")
 
     def __init__(self, limit: int, sink: Callable[[bytes], None] | None = None) -> None:
-        """Keep at most `limit` bytes, half from each end; with a sink, keep nothing and pass every chunk to it."""
+        """Create an empty buffer.
+
+        Args:
+            limit: bytes to keep, half from the start and half from the end.
+            sink: receives every chunk, and then nothing is kept; None to keep the output.
+        """
         self._sink = sink
         self._head_limit = limit - limit // 2
         self._tail_limit = limit // 2
@@ -38,7 +43,7 @@ class BoundedOutput:
             self._head += chunk[:room]
             chunk = chunk[room:]
         self._tail += chunk
-        if len(self._tail) > 2 * self._tail_limit + 4096:  # cut now and then, not at each chunk
+        if len(self._tail) > 2 * self._tail_limit + 4096:  # trim occasionally, not at each chunk
             self._trim()
 
     def _trim(self) -> None:
@@ -46,19 +51,19 @@ class BoundedOutput:
 
     @property
     def omitted(self) -> int:
-        """Bytes that were left out."""
+        """The number of omitted bytes."""
         too_many = self.total - self._head_limit - self._tail_limit
         return too_many if too_many > 0 and self._sink is None else 0
 
     @property
     def data(self) -> bytes:
-        """The bytes kept, head and tail together."""
+        """The kept bytes: head and tail."""
         if len(self._tail) > self._tail_limit:
             self._trim()
         return bytes(self._head + self._tail)
 
     def text(self) -> str:
-        """The kept bytes as text, with a line in place of the omitted part."""
+        """Return the kept bytes as text, with a line in place of the omitted part."""
         if not self.total:
             return ""
         if not self.omitted:
@@ -74,7 +79,7 @@ class BoundedOutput:
 
 @dataclass(frozen=True)
 class Command:
-    """What to run, and how.
+    """A command and its options.
 
     Args:
         source: bash source, of any number of lines.
@@ -97,12 +102,12 @@ class Command:
     stdout_sink: Callable[[bytes], None] | None = None
 
     def output_buffers(self) -> tuple[BoundedOutput, BoundedOutput]:
-        """Buffers for its stdout and its stderr."""
+        """Return buffers for its stdout and its stderr."""
         return BoundedOutput(self.max_output, self.stdout_sink), BoundedOutput(self.max_output)
 
     @property
     def prelude(self) -> bytes:
-        """Bash source that comes before the command, in a subshell with it; empty if there is none."""
+        """Bash source that precedes the command in the same subshell; empty if ``cwd`` and ``env`` are not given."""
         if self.cwd is None and not self.env:
             return b""
         steps = [] if self.cwd is None else [f"cd -- {shlex.quote(self.cwd)} || exit"]
@@ -114,7 +119,7 @@ class TimeLimit:
     """The time limit of a command. It does not run while the sandbox is frozen."""
 
     def __init__(self, expired: Callable[[], None], *, paused: bool) -> None:
-        """Create a limit that has not begun.
+        """Create a limit that is not running yet.
 
         Args:
             expired: called when the time is up.
@@ -122,7 +127,7 @@ class TimeLimit:
         """
         self._expired = expired
         self._paused = paused
-        self._left_s: float | None = None  # None: it has not begun, or has ended
+        self._left_s: float | None = None  # None: not begun, or ended
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, seconds: float) -> None:
@@ -131,14 +136,14 @@ class TimeLimit:
         self._count()
 
     def pause(self) -> None:
-        """Stop the clock, before the sandbox is frozen."""
+        """Pause the limit. Call this before the sandbox is frozen."""
         self._paused = True
         if self._timer is not None:
             self._left_s = max(0.0, self._timer.when() - asyncio.get_running_loop().time())
             self._stop()
 
     def resume(self) -> None:
-        """Restart the clock, after the sandbox was thawed."""
+        """Resume the limit. Call this after the sandbox was thawed."""
         self._paused = False
         self._count()
 
@@ -162,12 +167,12 @@ class CommandOutcome:
     """How a command ended.
 
     Args:
-        exit_code: as the shell reports it; 124 if the command timed out.
-        stdout: its output.
-        stderr: its error output.
+        exit_code: the exit code that the shell reports; 124 if the command timed out.
+        stdout: its standard output.
+        stderr: its standard error.
         timed_out: whether it was killed because it timed out.
-        out_of_memory: whether the kernel killed a process of the sandbox over its memory limit meanwhile.
-        note: what the session lost because of it; empty if nothing.
+        out_of_memory: whether the kernel killed a process of the sandbox over the memory limit during the command.
+        note: the state that the session lost because of the command; empty if none.
     """
 
     exit_code: int
@@ -189,7 +194,7 @@ def require_type(name: str, value: object, kind: type | UnionType, cure: str, *,
 
 
 def encode_shell_word(text: str, what: str) -> bytes:
-    """A text as a word of the shell.
+    """Encode a text that is passed to the shell as one word.
 
     Raises:
         ToolError: it contains NUL or cannot be encoded. The message begins with `what`.
@@ -202,7 +207,7 @@ def encode_shell_word(text: str, what: str) -> bytes:
 
 
 def encode_text(text: str, what: str) -> bytes:
-    """A text as bytes. A name that is not UTF-8 is encoded as `os.fsdecode` decoded it.
+    """Encode a text as UTF-8. Names that `os.fsdecode` decoded from other bytes get those bytes back.
 
     Raises:
         ToolError: it contains a lone surrogate. The message begins with `what`.
@@ -217,20 +222,20 @@ def encode_text(text: str, what: str) -> bytes:
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What a command printed and how it ended. As text it is an observation that a model can act on.
+    """The output of a command and how it ended. ``str()`` of it is an observation for a model.
 
     Args:
-        exit_code: the command's own; 128 + n if signal n ended it; 124 if it ran out of time.
-        stdout: what it printed. Bytes that are not UTF-8 are replaced. An output over the limit is its head and its
-            tail, with a line between them that counts the omitted bytes.
-        stderr: the same of its error output.
-        truncated: whether something was left out of either.
-        timed_out: whether it was killed because it ran out of time.
-        killed_by: ``"timeout"``, ``"memory"`` (it, or a process of it, went over the memory limit), ``"SIGKILL"``
-            (by something else), or None.
-        omitted: bytes left out of both outputs.
-        timeout: seconds that it was allowed.
-        note: what the session lost because of it, for people and models; empty if nothing.
+        exit_code: the exit code of the command; 128 + n if signal n ended it; 124 if it timed out.
+        stdout: its standard output. Bytes that are not UTF-8 are replaced. An output over the limit is cut to its head
+            and tail, with a line between them that counts the omitted bytes.
+        stderr: its standard error, in the same form.
+        truncated: whether stdout or stderr was cut.
+        timed_out: whether it was killed because it timed out.
+        killed_by: ``"timeout"``, ``"memory"`` (the command or a process of it exceeded the memory limit), ``"SIGKILL"``
+            (sent by something else), or None.
+        omitted: bytes omitted from stdout and stderr together.
+        timeout: the time limit in seconds.
+        note: the state that the session lost because of the command, for people and models; empty if none.
         raw: whether ``str()`` has the output as printed. Otherwise ``str()`` has it as a terminal shows it, with
             carriage returns and control sequences applied (see `terminal_output`). ``stdout`` and ``stderr`` are always
             as printed.

@@ -35,22 +35,23 @@ _INTERNAL_SCRIPTS = re.compile(rf"^(?:{SHELL_MOUNT}|/\S+/\d+/shell)/(?:\d+\.(?:s
 class Container(Resource):
     """A sandbox that runs commands: ``await box.run("python solve.py", timeout=60)``.
 
-    Its processes cannot reach beyond it, but they can reach each other, the shell and every file that they may write:
-    any of them can make up the exit code or the output of a later command, and what a later `read_file` finds. So no
-    grade may rest on what a box says in which processes of the agent still live, or whose programs it could replace:
-    take the agent's files out with `read_file`, check what they are, and grade them in a fresh box.
+    Processes inside cannot reach outside the sandbox. They can reach each other, the shell and every file that they may
+    write. Any of them can forge the exit code or output of a later command, and the content of a later `read_file`.
+
+    Therefore do not grade in a container where processes of the agent still run, or whose programs the agent could
+    replace. Copy the agent's files out with `read_file`, check them, and grade them in a new container.
     """
 
     spec: ContainerSpec
     can_freeze: ClassVar[bool] = True
 
     def __init__(self, spec: ContainerSpec, instance: str, *, backend: Backend | None = None) -> None:
-        """Make a handle; nothing is started before `start`.
+        """Create a handle. `start` starts the sandbox.
 
         Args:
-            spec: what to start.
+            spec: the container to start.
             instance: its name, unique on the machine: letters, digits, ``.``, ``_`` and ``-``.
-            backend: what starts it; by default the best that does what the spec asks.
+            backend: the backend that starts it; by default the best one that supports the spec.
         """
         super().__init__(spec, instance)
         if not _INSTANCE.fullmatch(instance) or instance in (".", ".."):
@@ -58,7 +59,7 @@ class Container(Resource):
         self._backend = backend
         self._sandbox: Sandbox | None = None
         self._changing = asyncio.Lock()  # one of start, reset and release at a time
-        self._change: asyncio.Task[None] | None = None  # the start or reset under way
+        self._change: asyncio.Task[None] | None = None  # the start or reset in progress
         self._up = False
         self._resetting = False
         self._released = False
@@ -67,37 +68,39 @@ class Container(Resource):
     # --- lifecycle --------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Bring the sandbox up, and run the spec's setup commands.
+        """Start the sandbox and run the spec's setup commands.
 
         Raises:
-            PrerequisiteError: the machine cannot do what the spec asks; the message says what to do.
-            ResourceStartError: the sandbox did not come up, or a setup command failed.
+            PrerequisiteError: the machine does not support the spec. The message says what to do.
+            ResourceStartError: the sandbox did not start, or a setup command failed.
         """
         await self._alone(self._bring_up)
 
     async def reset(self) -> None:
-        """Begin again with an empty private layer, no processes but the shell, and the setup commands run.
+        """Return to the state after `start`: an empty private layer, no process but the shell, setup commands run.
 
         Raises:
-            ResourceStartError: as `start` does.
-            ResourceDied: the container has been released, before or meanwhile.
+            ResourceStartError: under the same conditions as in `start`.
+            ResourceDied: the container was released before or during the reset.
         """
         await self._alone(self._begin_again)
 
     async def status(self) -> Status:
-        """Whether the sandbox is alive, or is being reset."""
+        """Return whether the sandbox is alive or is being reset."""
         return self.quick_status()
 
     def quick_status(self) -> Status:
-        """The same, at once: a sandbox whose end is noticed needs nobody to ask it."""
+        """Return the same as `status`, without waiting. The end of a sandbox is noticed without asking it."""
         alive = self._up and self._sandbox is not None and self._sandbox.alive
         return Status.HEALTHY if alive or self._resetting else Status.BROKEN
 
     async def release(self) -> None:
-        """Kill every process inside, wherever it hid, and remove every trace of the sandbox. It is not started again.
+        """Kill every process inside, hidden ones too, and remove every trace of the sandbox.
+
+        A released container cannot be started again.
 
         Raises:
-            OSError: something of it cannot be removed; a second call tries again.
+            OSError: a part of it cannot be removed. A second call tries again.
         """
         self._released = True
         if self._change is not None:
@@ -109,10 +112,10 @@ class Container(Resource):
                 self._sandbox = None
 
     async def freeze(self) -> None:
-        """Stop every process inside where it is. Commands under way take no time meanwhile, and none can be begun.
+        """Suspend every process inside. The time limits of running commands pause, and no command can be started.
 
         Raises:
-            PrerequisiteError: the backend cannot do this here.
+            PrerequisiteError: the backend cannot freeze containers on this machine.
             ResourceDied: the sandbox ended.
         """
         async with self._changing:
@@ -126,7 +129,7 @@ class Container(Resource):
             await self._sandbox.freeze()
 
     async def thaw(self) -> None:
-        """Let every process inside go on where `freeze` stopped it.
+        """Resume every process inside that `freeze` suspended.
 
         Raises:
             ResourceDied: the sandbox ended.
@@ -138,16 +141,16 @@ class Container(Resource):
 
     @classmethod
     async def prepare(cls, spec: ContainerSpec) -> None:
-        """Fetch or unpack a spec's image, if that has not been done.
+        """Fetch or unpack a spec's image, unless that was done before.
 
         Raises:
-            PrerequisiteError: no backend of this machine can do what the spec asks.
-            ResourceStartError: the image is not there, or is none.
+            PrerequisiteError: no backend on this machine supports the spec.
+            ResourceStartError: the image does not exist or is not an image.
         """
         await (await select_backend(spec)).prepare(spec)
 
     async def _alone(self, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Start or reset, unless the container has been released; a release meanwhile puts an end to it."""
+        """Run a start or a reset, unless the container was released. A release during it cancels it."""
         async with self._changing:
             if self._released:
                 raise ResourceDied(f"The container {self.instance} has been released.")
@@ -193,14 +196,14 @@ class Container(Resource):
 
     @property
     def traces(self) -> dict[str, Any]:
-        """For each backend that may have it, by name, what the backend needs to remove it."""
+        """By backend name, the data with which each backend that may run the container can remove it."""
         if self._backend is None:
             return backends.traces(self.spec, self.instance)
         return {self._backend.name: self._backend.traces(self.spec, self.instance)}
 
     @property
     def workdir(self) -> str:
-        """The directory in which the shell starts, and below which paths are that are not absolute."""
+        """The directory in which the shell starts. Relative paths are resolved below it."""
         return self.spec.workdir if self._sandbox is None else self._sandbox.workdir
 
     # --- what tools use ---------------------------------------------------------------------------------------------
@@ -218,34 +221,35 @@ class Container(Resource):
         new_process: bool = False,
         raw: bool = False,
     ) -> CommandResult:
-        """Run bash source in the session, whose directory and variables last from one command to the next.
+        """Run bash source in the session. The session keeps its directory and variables between commands.
 
-        The call returns when the command has ended, whether or not it left processes behind; those go on, and end at
-        the latest with the sandbox. What they print from then on is thrown away; once eight later commands have left
-        processes behind too, printing fails for them, so what is to last should print to a file.
+        The call returns when the command ends, even if it leaves processes running. They may run until the sandbox
+        ends. Their later output is discarded. Once eight later commands have also left processes running, writes of the
+        earlier ones to their output fail. A long-running process should therefore write its output to a file.
 
         Args:
-            command: any number of lines.
-            timeout: seconds after which it is killed with all that it started.
-            cwd: a directory for this command alone. With it, or with ``env``, the command runs in a subshell, so that
-                what it sets does not last.
+            command: bash source, of any number of lines.
+            timeout: seconds after which the command and every process that it started are killed.
+            cwd: the directory for this command alone. With ``cwd`` or ``env``, the command runs in a subshell, so
+                variables and directories that it sets do not last.
             env: variables for this command alone.
-            stdin: what it can read; None means that it finds the end of its input at once.
-            user: who is to run it, in a process of its own; None for the spec's user. Not every backend has others.
-            max_output: bytes kept of each of stdout and stderr, half from the start and half from the end.
-            new_process: run it in a bash of its own, that neither sees nor changes the session, at the same time as
-                whatever runs there.
-            raw: have the result read as text as it was printed, and not as a terminal shows it.
+            stdin: its input; None for an empty input.
+            user: the user that runs it, which needs ``new_process``; None for the spec's user. Not every backend
+                supports other users.
+            max_output: bytes kept of stdout and of stderr each, half from the start and half from the end.
+            new_process: whether to run it in a new bash process. That process neither sees nor changes the session, and
+                runs concurrently with commands in the session.
+            raw: whether ``str()`` of the result has the output as printed, instead of as a terminal shows it.
 
         Raises:
             ResourceDied: the sandbox ended.
-            SandboxEnded: its processes brought it to its end, by flooding its shell or its memory; a `ToolError`.
-            ResourceError: the host has no room for what is passed in.
-            ToolError: the command, ``cwd`` or a value in ``env`` holds a NUL or half a character, or ``timeout`` is not
-                above 0.
-            UsageError: an argument is of a wrong type, a name in ``env`` is not one of a variable, ``max_output`` is
-                below 0, another user is to run in the session, or the container is frozen.
-            PrerequisiteError: the backend has no other user here.
+            SandboxEnded: processes inside ended the sandbox, by flooding its shell or its memory. It is a `ToolError`.
+            ResourceError: the host has no room for the input.
+            ToolError: the command, ``cwd`` or a value in ``env`` holds a NUL character or a lone surrogate, or
+                ``timeout`` is not a finite number above 0.
+            UsageError: an argument has a wrong type, a name in ``env`` cannot be the name of a variable, ``max_output``
+                is below 0, another user is given without ``new_process``, or the container is frozen.
+            PrerequisiteError: the backend does not support other users on this machine.
         """
         require_type("command", command, str, "one text of bash source; shlex.join() makes one of a list of words")
         require_type("timeout", timeout, int | float, "a number of seconds, without quotes")
@@ -272,22 +276,22 @@ class Container(Resource):
         return _result(await self._live().run(asked, timeout), timeout, raw=raw)
 
     async def read_file(self, path: str) -> bytes:
-        """The content of a file inside. A relative path is below the spec's workdir.
+        """Return the content of a file inside. A relative path is below the spec's workdir.
 
         Raises:
-            UsageError: an argument is of a wrong type.
-            ToolError: there is no such file, it cannot be read, or is longer than 64 MiB.
+            UsageError: an argument has a wrong type.
+            ToolError: the file does not exist, cannot be read, or is longer than 64 MiB.
             ResourceDied: the sandbox ended.
         """
         require_type("path", path, str, "a path inside, as a text", of="read_file")
         return await self._files().read(path)
 
     async def write_file(self, path: str, data: bytes | str) -> None:
-        """Write a file inside, making its directories. A relative path is below the spec's workdir.
+        """Write a file inside and create its directories. A relative path is below the spec's workdir.
 
         Raises:
-            UsageError: an argument is of a wrong type.
-            ToolError: it cannot be written, for instance because the disk limit is reached.
+            UsageError: an argument has a wrong type.
+            ToolError: the file cannot be written, for instance because the disk limit is reached.
             ResourceDied: the sandbox ended.
         """
         require_type("path", path, str, "a path inside, as a text", of="write_file")
@@ -298,14 +302,14 @@ class Container(Resource):
         """Copy a file or a directory of the host into the sandbox, in bounded memory.
 
         Args:
-            host_path: a file, or a directory, whose content is added to what the one inside has. Links in it are
-                copied as links; devices, pipes and sockets are left out. Its directories can be written inside.
-            inside: what its copy is called. A relative path is below the spec's workdir.
+            host_path: a file or a directory. The content of a directory is added to the directory inside. Links in it
+                are copied as links. Devices, pipes and sockets are omitted. The copied directories are writable inside.
+            inside: the path of the copy. A relative path is below the spec's workdir.
 
         Raises:
-            UsageError: there is no such file or directory on the host, it cannot be read, or an argument is of a wrong
+            UsageError: the file or directory does not exist on the host or cannot be read, or an argument has a wrong
                 type.
-            ToolError: it cannot be written inside, for instance because the disk limit is reached.
+            ToolError: the copy cannot be written, for instance because the disk limit is reached.
             ResourceDied: the sandbox ended.
         """
         require_type("host_path", host_path, str | Path, "a path on this host", of="upload")
@@ -322,25 +326,25 @@ class Container(Resource):
         max_depth: int = 64,
         timeout: float = 600,
     ) -> list[str]:
-        """Copy a file or a directory of the sandbox to the host, in bounded memory; all of it or nothing.
+        """Copy a file or a directory of the sandbox to the host, in bounded memory. The copy is complete or absent.
 
-        Nothing inside can make it touch anything but ``host_path``.
+        Processes and files inside cannot make this change any path on the host except ``host_path``.
 
         Args:
-            inside: what to copy. A relative path is below the spec's workdir.
-            host_path: what the copy is called. A file there is replaced; a directory must not be there, or be empty.
-            max_bytes: the most bytes that the files may have together, with what sparse ones leave out.
-            max_entries: the most files, directories and links.
-            max_depth: the most directories that may lie one in the other.
-            timeout: seconds that copying out may take, and again unpacking on the host.
+            inside: the path to copy. A relative path is below the spec's workdir.
+            host_path: the path of the copy. A file there is replaced. A directory there must be empty.
+            max_bytes: the maximum total size of the files in bytes. The holes of sparse files count.
+            max_entries: the maximum number of files, directories and links.
+            max_depth: the maximum number of nested directories.
+            timeout: seconds allowed for copying out, and the same again for unpacking on the host.
 
         Returns:
-            What was left out of a directory: links that lead out of it, devices, pipes and sockets.
+            The omitted entries of a directory: links that lead out of it, devices, pipes and sockets.
 
         Raises:
-            UsageError: ``host_path`` is taken or cannot be, a limit is not above 0, or an argument is of a wrong type.
-            ToolError: it is not there inside, cannot be read, or is more than the limits allow.
-            ResourceError: it cannot be written on the host.
+            UsageError: ``host_path`` is taken or is invalid, a limit is not above 0, or an argument has a wrong type.
+            ToolError: the path does not exist inside, cannot be read, or exceeds a limit.
+            ResourceError: the copy cannot be written on the host.
             ResourceDied: the sandbox ended.
         """
         require_type("inside", inside, str, "a path inside, as a text", of="download")
@@ -354,13 +358,15 @@ class Container(Resource):
         return await self._files().download(inside, Path(host_path), limits, timeout)
 
     async def port(self, inside: int) -> tuple[str, int]:
-        """Host and port by which this machine reaches a TCP port inside, until the sandbox is released or reset.
+        """Return the host and port by which this machine reaches a TCP port inside.
+
+        They are valid until the sandbox is released or reset.
 
         Args:
-            inside: one of the spec's ``ports``. Nobody needs to listen there yet.
+            inside: one of the spec's ``ports``. A process need not listen there yet.
 
         Raises:
-            UsageError: the spec does not name it, or it is no number.
+            UsageError: the port is not in the spec, or is not a number.
             ResourceDied: the sandbox ended.
         """
         require_type("inside", inside, int, "a port's number, without quotes", of="port")
@@ -369,15 +375,17 @@ class Container(Resource):
         return await self._live().port(inside)
 
     async def fork(self) -> ContainerSpec:
-        """A spec of containers that begin with all the files that this one has now.
+        """Snapshot the files of this container and return a spec whose containers start with them.
 
-        Its ``setup`` is empty, since what that did to files is among them. Processes, and what the shell knows, stay
-        here; this container goes on as it was. The snapshot takes the memory or disk that the changed files take, for
-        as long as a container is made from the spec, or anybody holds it.
+        The ``setup`` of that spec is empty, because the snapshot already holds the files that setup changed. The
+        snapshot has no processes and no state of the shell. This container continues unchanged.
+
+        The snapshot uses as much memory or disk as the changed files. It is freed when no container uses it and no
+        reference to the spec is left.
 
         Raises:
-            PrerequisiteError: the backend cannot do this here.
-            ToolError: the files are more, or lie deeper, than can be copied.
+            PrerequisiteError: the backend cannot fork containers on this machine.
+            ToolError: the files are too many, or nested too deeply, to copy.
             ResourceError: there is no room for a snapshot.
             ResourceDied: the sandbox ended.
         """

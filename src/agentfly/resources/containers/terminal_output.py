@@ -1,9 +1,11 @@
-"""What a terminal shows of a text that was printed: carriage returns and control sequences applied.
+"""Renders printed text as a terminal shows it, with carriage returns and control sequences applied.
 
-A progress bar that is drawn four hundred times over itself is one line to a person, and is to be one to a model. The
-screen has no right edge, so that no line is wrapped, and forgets nothing that has scrolled away. Its cells are
-characters, whatever their width. (pyte, which emulates a whole terminal, takes a second for what this takes
-milliseconds for, and wraps lines.) The sequences are those of ECMA-48, with what xterm adds.
+A progress bar that redraws itself four hundred times is one line to a person, and should be one line to a model. The
+screen has no right edge, so lines are not wrapped. Rows that scrolled away are kept. Each cell is one character,
+regardless of its display width.
+
+The sequences are those of ECMA-48 and the extensions of xterm. The pyte package emulates a whole terminal. It takes a
+second where this takes milliseconds, and it wraps lines.
 """
 
 from __future__ import annotations
@@ -12,35 +14,35 @@ import re
 from collections.abc import Callable
 
 ROWS = 100
-"""Rows of the screen, as far up as the cursor can be moved."""
+"""Rows of the screen. The cursor cannot move further up."""
 
 COLUMNS = 1000
-"""How far a movement of the cursor, and what shifts a line, can lead beyond what stands in the line."""
+"""The column up to which the cursor can move, and text can be shifted, beyond the end of a line."""
 
 MOST_CHARACTERS = 512 * 1024
-"""A longer text is not drawn: its sequences are left out, and of each line what was written last is kept."""
+"""The longest text that is rendered. In a longer one, sequences are dropped and each line keeps its last overwrite."""
 
 MOST_CELLS = 4_000_000
-"""The same becomes of a text that has more cells than that shifted and erased."""
+"""The most cells that a text may shift and erase. A text that exceeds this is treated like one that is too long."""
 
 _HAS_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SEQUENCE = (
     r"(?:\x1b\[|\x9b)(?P<parameters>[0-?]*+)[ -/]*+(?P<final>[@-~])"
-    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x18\x1a\x1b\x9c]*+(?:\x07|\x1b\\|\x9c)"  # titles, links, pictures
-    r"|\x1b(?:[ -/]++[0-~]|(?P<escape>[0-Z\\`-~]))"  # not what begins those above
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x18\x1a\x1b\x9c]*+(?:\x07|\x1b\\|\x9c)"  # titles, links, images
+    r"|\x1b(?:[ -/]++[0-~]|(?P<escape>[0-Z\\`-~]))"  # except the starts of the sequences above
     r"|(?:\x1b\[|\x9b)[0-?]*+[ -/]*+"  # cut off
 )
 _TOKEN = re.compile(
     rf"(?P<text>[^\x00-\x08\x0a-\x1f\x7f-\x9f]++)|(?P<newline>\r*\n)|{_SEQUENCE}|(?P<control>.)", re.DOTALL
 )
 _LEFT_OUT = re.compile(rf"{_SEQUENCE}|[\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f]".replace("?P<", "?P<_"), re.DOTALL)
-_MOST = 10**6  # of what a sequence can ask for
+_MOST = 10**6  # the largest count in a sequence
 
 
 def render_terminal_output(text: str) -> str:
-    """What a terminal shows once a text was printed.
+    """Return what a terminal shows after a text was printed.
 
-    The work is bounded, whatever the text holds; see `MOST_CHARACTERS` and `MOST_CELLS`.
+    The work is bounded for every text; see `MOST_CHARACTERS` and `MOST_CELLS`.
     """
     if _HAS_CONTROLS.search(text) is None:
         return text
@@ -61,10 +63,10 @@ def _last_written(text: str) -> str:
 
 
 class _Screen:
-    """Rows of characters, of which the last ones can be written on, and a cursor.
+    """Rows of characters and a cursor. Only the last `ROWS` rows can be changed.
 
     Attributes:
-        cells: how many cells were shifted and erased, at most.
+        cells: an upper bound of the cells that were shifted and erased.
     """
 
     def __init__(self) -> None:
@@ -72,15 +74,15 @@ class _Screen:
         self._rows: list[list[str]] = [[]]
         self._row = self._column = self._top = 0
         self._saved = (0, 0)
-        self._main: tuple[list[list[str]], int, int, int] | None = None  # while another screen is shown
+        self._main: tuple[list[list[str]], int, int, int] | None = None  # set while the alternate screen is shown
 
     def text(self) -> str:
-        """What is shown, with what has scrolled away."""
+        """Return the shown rows, after those that scrolled away."""
         rows = self._rows if self._main is None else [*self._main[0], *self._rows]
         return "\n".join(map("".join, rows))
 
     def take(self, token: re.Match[str]) -> None:
-        """Show the next character, or do what a control says."""
+        """Write the next text, or execute the next control."""
         kind, value = token.lastgroup, token[0]
         if kind == "text":
             self._write(value)
@@ -110,7 +112,7 @@ class _Screen:
         self._column = column + len(text)
 
     def _feed(self, column: int = 0) -> None:
-        """Go to the next row."""
+        """Move the cursor to the next row."""
         self._row += 1
         self._column = column
         if self._row == len(self._rows):
@@ -169,7 +171,7 @@ class _Screen:
     # --- what is erased and shifted -----------------------------------------------------------------------------------
 
     def _touched(self) -> list[str]:
-        """The row of the cursor, of which much may be changed."""
+        """Return the row of the cursor, and count its cells as changed."""
         row = self._rows[self._row]
         self.cells += len(row)
         return row
@@ -274,10 +276,10 @@ _ACTIONS: dict[str, Callable[[_Screen, str], None]] = {
     "s": _Screen._save,
     "u": _Screen._restore,
 }
-"""What the last characters of control sequences ask for. All others, such as colours, change nothing that is shown."""
+"""Actions of control sequences by final character. Other sequences, such as colours, do not change the shown text."""
 
 
 def _number(parameter: str) -> int:
-    """A parameter of a sequence that counts something: at least 1."""
+    """Return the count that a parameter of a sequence gives: at least 1."""
     digits = parameter.partition(";")[0]
     return max(1, min(int(digits[:8]), _MOST)) if digits.isdecimal() else 1

@@ -79,10 +79,10 @@ oracles: $(ORACLES)/stamp  ## verl, whose advantages and losses the tests compar
 
 # Beside the environment's packages, since verl asks for other versions of them, which its functions do not need, and
 # brings a package named `tests`. Without dependencies: these are all that the functions need besides.
-$(ORACLES)/stamp: | $(VENV)/dev.stamp
+$(ORACLES)/stamp: Makefile | $(VENV)/dev.stamp
 	@echo "Installing verl to compare with into $(ORACLES) (260 MB) ..."
 	@$(PIP) install --no-deps --upgrade --target $(ORACLES) 'verl==0.9.1' 'tensordict==0.10.*' 'ray>=2.40,<3' \
-	  'codetiming>=1.4,<2' 'msgpack>=1,<2' 'orjson>=3,<4' 'pyvers<1'
+	  'codetiming>=1.4,<2' 'msgpack>=1,<2' 'omegaconf==2.4.*' 'orjson>=3,<4' 'pyvers<1'
 	@touch $@
 
 vllm: $(VLLM)/stamp  ## vLLM for processors, in an environment of its own, for model servers and their tests

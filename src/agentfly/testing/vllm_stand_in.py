@@ -127,9 +127,12 @@ class FakeVLLMServer(FakeOpenAIServer):
         of_cut = math.log(0.5) if "ties" in self.faults else 0.0
         logprobs = [{"token_id": one, "logprob": of_cut if cut else -self._bias(body)} for one in ids]
         stopped = ids[-1] in sampling["stop_token_ids"]
+        aborted = "aborts once" in self.faults and not cut
+        if aborted:
+            self.faults.remove("aborts once")
         choice = {
             "token_ids": ids[:4] if "loses ids" in self.faults and not cut else ids,
-            "finish_reason": "abort" if "aborts" in self.faults and not cut else "stop" if stopped else "length",
+            "finish_reason": "abort" if aborted else "stop" if stopped else "length",
             "logprobs": {"content": logprobs},
             "weight_versions": spans,
         }

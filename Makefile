@@ -22,6 +22,9 @@ export PYTHONDONTWRITEBYTECODE :=
 LOCKED ?=
 PINNED := $(if $(LOCKED),--constraint requirements-dev.lock)
 
+# How many processes share the fast tests in `make check`
+JOBS ?= 3
+
 # Which kernels PyTorch computes with; those of older processors round otherwise: make test KERNELS=avx2
 KERNELS ?=
 ifneq ($(KERNELS),)
@@ -49,7 +52,7 @@ check: $(VENV)/dev.stamp  ## format, lint, types, import contracts and the fast 
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(BIN)/python -m pytest -m "not slow" -q
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -q --numprocesses $(JOBS) --dist worksteal
 
 format: $(VENV)/dev.stamp  ## bring the code into its format
 	@$(BIN)/ruff format .

@@ -455,6 +455,8 @@ async def test_a_disk_that_becomes_full_is_told_and_leaves_whole_lines_to_go_on_
 async def test_a_run_whose_directory_is_moved_or_removed_stops_and_says_so(tmp_path, change):
     async def moving(prompt, turn):
         if "task 2" in prompt:
+            while not file_of(tmp_path / "run").stat().st_size:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
             change(tmp_path / "run")
         return "fine"
 

@@ -149,7 +149,7 @@ async def test_the_engine_replaces_a_server_that_was_killed(tmp_path: Path) -> N
     async with ResourceEngine(ledger=tmp_path / "ledger") as engine:
         lease = await engine.acquire(small(), "one")
         assert await said(lease.resource, "write", line="tea") == "line 1"
-        (program,) = [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == list(SMALL)]
+        (program,) = [one for one in psutil.Process().children(recursive=True) if one.cmdline() == list(SMALL)]
         program.kill()
         with pytest.raises(ResourceDied, match="SIGKILL"):
             await said(lease.resource, "read")

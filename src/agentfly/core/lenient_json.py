@@ -17,8 +17,8 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?(?![\w.])")
 _WORD = re.compile(r"[\w.+-]+")
 _BODIES = {  # a string up to its closing quote
-    '"': re.compile(r'((?:[^"\\]++|\\.)*+)"', re.DOTALL),
-    "'": re.compile(r"((?:[^'\\]++|\\.)*+)'", re.DOTALL),
+    '"': re.compile(r'([^"\\]*+(?:\\.[^"\\]*+)*)"', re.DOTALL),
+    "'": re.compile(r"([^'\\]*+(?:\\.[^'\\]*+)*)'", re.DOTALL),
 }
 _ESCAPES = {  # escapes with different meanings in JSON and Python
     '"': re.compile(r'\\(?!["\\bfnrt]|u[0-9a-fA-F]{4})', re.DOTALL),

@@ -18,11 +18,12 @@ _KEYWORD = re.compile(r"([^\W\d][\w.-]*)\s*=(?!=)")
 _NUMBER = re.compile(r"[+-]?(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?(?![\w.])")
 _WHOLE_NUMBER = re.compile(r"[+-]?[0-9_]+")
 _QUOTES = re.compile(r"\"\"\"|\'\'\'|\"|\'")
+# No possessive quantifier around a group: early releases of Python 3.11 match those wrongly.
 _UP_TO = {  # the text up to its closing quotes
-    "'": re.compile(r"((?:[^'\\]++|\\.)*+)'", re.DOTALL),
-    '"': re.compile(r'((?:[^"\\]++|\\.)*+)"', re.DOTALL),
-    "'''": re.compile(r"((?:[^'\\]++|\\.|'(?!''))*+)\'\'\'", re.DOTALL),
-    '"""': re.compile(r'((?:[^"\\]++|\\.|"(?!""))*+)"""', re.DOTALL),
+    "'": re.compile(r"([^'\\]*+(?:\\.[^'\\]*+)*)'", re.DOTALL),
+    '"': re.compile(r'([^"\\]*+(?:\\.[^"\\]*+)*)"', re.DOTALL),
+    "'''": re.compile(r"([^'\\]*+(?:(?:\\.|'(?!''))[^'\\]*+)*)\'\'\'", re.DOTALL),
+    '"""': re.compile(r'([^"\\]*+(?:(?:\\.|"(?!""))[^"\\]*+)*)"""', re.DOTALL),
 }
 _ESCAPE = re.compile(r"\\(\r?\n|N\{[^}]*\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.)", re.DOTALL)
 _SIMPLE = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "\\": "\\", "'": "'", '"': '"'}

@@ -33,7 +33,7 @@ from agentfly.formats.toolcalls.tool_call_format import ToolDescription
 _OPENING = re.compile(r"<([A-Za-z_][\w-]*)(?=[\s/>])")
 _CLOSING = re.compile(r"</([A-Za-z_][\w-]*)\s*>")
 _ATTRIBUTE = r"\s+[^\W\d][\w.-]*\s*=\s*(?:\"[^\"]*\"|'[^']*')"
-_REST_OF_TAG = re.compile(rf"((?:{_ATTRIBUTE})*+)\s*(/?)>")
+_REST_OF_TAG = re.compile(rf"((?:{_ATTRIBUTE})*)\s*(/?)>")
 _NAMED = re.compile(r"([^\W\d][\w.-]*)\s*=\s*(?:\"([^\"]*)\"|'([^']*)')")
 _SPACE = re.compile(r"\s*")
 

@@ -69,9 +69,9 @@ def test_blocks_may_be_nested_and_overlap_and_the_last_end_undoes_it() -> None:
     first.__enter__()
     frozen = gc.get_freeze_count()
     second.__enter__()
-    assert gc.get_freeze_count() == frozen
+    assert 0 < gc.get_freeze_count() <= frozen, "other threads may free some of what was frozen"
     first.__exit__(None, None, None)
-    assert gc.get_freeze_count() == frozen
+    assert 0 < gc.get_freeze_count() <= frozen
     second.__exit__(None, None, None)
     assert gc.get_freeze_count() == 0
 
@@ -102,7 +102,7 @@ def test_what_the_program_has_set_by_itself_stays() -> None:
         frozen = gc.get_freeze_count()
         with tuned_gc():
             assert gc.get_threshold() == (123_456, 7, 8)
-            assert 0 < gc.get_freeze_count() <= frozen, "other threads may free some of what was frozen"
+            assert 0 < gc.get_freeze_count() <= frozen
         assert gc.get_threshold() == (123_456, 7, 8)
         assert 0 < gc.get_freeze_count() <= frozen
         gc.set_threshold(0)

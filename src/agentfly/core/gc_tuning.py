@@ -15,6 +15,9 @@ from contextlib import contextmanager
 GEN0_THRESHOLD = 10_000
 """How many more objects there have to be until new ones are looked at; Python's own default is 700 or 2,000."""
 
+INTERPRETER_FREEZES = 10_000
+"""The most objects that the interpreter has frozen by itself at its start: some hundreds in Python 3.12."""
+
 COLLECT_EVERY_S = 60.0
 """Seconds between the full collections before runs, at least, when these follow one another quickly."""
 
@@ -52,7 +55,7 @@ class _GCTuning:
             self._before = None
 
     def _freeze(self) -> None:
-        if gc.get_freeze_count():  # by the program itself, and thawing would undo that too
+        if gc.get_freeze_count() > INTERPRETER_FREEZES:  # by the program itself, and thawing would undo that too
             return
         now = time.monotonic()
         if self._collected is None or now - self._collected > COLLECT_EVERY_S:

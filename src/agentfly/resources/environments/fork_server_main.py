@@ -27,7 +27,7 @@ from agentfly.core.tree_removal import remove_tree
 from agentfly.resources.environments import process_supervisor, simulator
 from agentfly.resources.environments.pickling import loads
 from agentfly.resources.environments.process_supervisor import SupervisorConfig
-from agentfly.resources.process.child import become_subreaper, child_wakeup_fd, kill_descendants, reap_child
+from agentfly.resources.process.child import become_subreaper, child_wakeup_pipe, kill_descendants, reap_child
 from agentfly.resources.process.procfs import children, start_time
 
 MESSAGE_BYTES = 1 << 16
@@ -95,7 +95,7 @@ def _restart_library_threads() -> None:
 def _fork_on_request(control: socket.socket, owner: int, owner_started: int) -> None:
     """Serve fork requests until the owner closes the socket or is gone."""
     inherited = signal.getsignal(signal.SIGCHLD) or signal.SIG_DFL
-    woken = child_wakeup_fd()
+    woken, wakes = child_wakeup_pipe()
     supervisors: set[int] = set()
     while start_time(owner) == owner_started:
         while (ended := reap_child()) is not None:
@@ -117,7 +117,9 @@ def _fork_on_request(control: socket.socket, owner: int, owner_started: int) -> 
             else:
                 if pid == 0:
                     control.close()
+                    signal.set_wakeup_fd(-1)
                     os.close(woken)
+                    os.close(wakes)
                     signal.signal(signal.SIGCHLD, inherited)
                     _become_supervisor(message, descriptors)
                 supervisors.add(pid)
@@ -131,7 +133,6 @@ def _fork_on_request(control: socket.socket, owner: int, owner_started: int) -> 
 def _become_supervisor(message: bytes, descriptors: list[int]) -> NoReturn:
     """Turn this fork into a supervisor."""
     try:
-        os.close(signal.set_wakeup_fd(-1))
         os.setsid()
         calls, control, output = descriptors
         os.dup2(output, 1)

@@ -26,7 +26,7 @@ from agentfly.core.tree_removal import remove_tree
 from agentfly.resources.environments.worker import serve_requests
 from agentfly.resources.process.child import (
     become_subreaper,
-    child_wakeup_fd,
+    child_wakeup_pipe,
     kill_descendants,
     reap_child,
     set_parent_death_signal,
@@ -162,7 +162,7 @@ def _owner_is_gone(control: socket.socket, config: SupervisorConfig) -> bool:
 
 def _watch(worker: int, control: socket.socket, config: SupervisorConfig) -> ExitInfo | None:
     """Wait until the process ends or exceeds its memory limit; None if it must stop for another reason."""
-    woken = child_wakeup_fd()
+    woken, _ = child_wakeup_pipe()
     stop_requested = []
     signal.signal(signal.SIGTERM, lambda *_: stop_requested.append(True))
     owner, owner_started = config.owner

@@ -38,12 +38,18 @@ def reset_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def child_wakeup_fd() -> int:
-    """A descriptor that becomes readable when a child ends or a signal with a handler arrives."""
+def child_wakeup_pipe() -> tuple[int, int]:
+    """Make a pipe whose read end becomes readable when a child ends or a signal with a handler arrives.
+
+    A fork must close both ends and call ``signal.set_wakeup_fd(-1)``. From Python 3.12 on, asyncio calls it in forks.
+
+    Returns:
+        The read end and the write end.
+    """
     woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes)
-    return woken
+    return woken, wakes
 
 
 def reap_child() -> tuple[int, int] | None:

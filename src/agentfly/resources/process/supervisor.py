@@ -25,7 +25,7 @@ from pathlib import Path
 
 from agentfly.resources.process.child import (
     become_subreaper,
-    child_wakeup_fd,
+    child_wakeup_pipe,
     kill_descendants,
     reap_child,
     reset_signals,
@@ -219,7 +219,7 @@ def _prepare_child() -> None:
 
 
 def _wait_for_end(program: int, control: socket.socket, parent: int, output: int, log: RotatingLog) -> int | None:
-    woken = child_wakeup_fd()
+    woken, _ = child_wakeup_pipe()
     stop_requested: list[bool] = []
     signal.signal(signal.SIGTERM, lambda *_: stop_requested.append(True))
     watched = [control.fileno(), woken, output]

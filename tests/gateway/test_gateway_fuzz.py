@@ -385,6 +385,8 @@ async def sent_raw(server: Server, head: list[str], content: bytes) -> bytes:
         writer.close()
 
 
+@example(given_headers={"Expect": "\x80"}, method="POST", path="{own}/models", keyed=False, content=b"")
+@example(given_headers={"Expect": "\x80"}, method="POST", path="/nowhere", keyed=False, content=b"")
 @settings(max_examples=scaled(40, 10_000))
 @given(
     given_headers=headers,

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, hdrs, web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentfly.core.errors import Boundary, UsageError, describe_error
@@ -131,18 +131,19 @@ class GatewayHTTPServer:
         app = web.Application(client_max_size=gateway.limits.max_body_bytes, middlewares=[self._guarded])
         rollout = "/rollouts/{rollout}"
         calls = ["/models", *(api.path for api in apis)]
-        app.add_routes(
-            [
-                web.get("/health", self._health),
-                *(web.route("*", base + call, self._nowhere) for base in ("", "/v1") for call in calls),
-                web.get(f"{rollout}/v1/models", self._models),
-                *(web.post(f"{rollout}/v1{api.path}", functools.partial(self._answer, api)) for api in apis),
-                web.post("/rollouts", self._open),
-                web.get(rollout, self._trajectory),
-                web.delete(rollout, self._discard),
-                web.post(f"{rollout}/finish", self._finish),
-            ]
-        )
+        routes = [
+            web.get("/health", self._health),
+            *(web.route("*", base + call, self._nowhere) for base in ("", "/v1") for call in calls),
+            web.get(f"{rollout}/v1/models", self._models),
+            *(web.post(f"{rollout}/v1{api.path}", functools.partial(self._answer, api)) for api in apis),
+            web.post("/rollouts", self._open),
+            web.get(rollout, self._trajectory),
+            web.delete(rollout, self._discard),
+            web.post(f"{rollout}/finish", self._finish),
+            web.route("*", "/{unknown:.*}", self._unknown),
+        ]
+        for route in routes:
+            app.router.add_route(route.method, route.path, route.handler, expect_handler=_continue_if_expected)
         # A compressed body could become any number of bytes.
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_S, auto_decompress=False
@@ -198,6 +199,12 @@ class GatewayHTTPServer:
             f"rollout. Give the program the base URL and the key of one: {self._gateway.url}/rollouts/ID/v1",
             status=404,
         )
+
+    async def _unknown(self, request: web.Request) -> web.StreamResponse:
+        """Refuse a path or a method that there is not."""
+        methods = {method for one in request.app.router.resources() for method in (await one.resolve(request))[1]}
+        allowed = methods - {hdrs.METH_ANY}
+        raise web.HTTPMethodNotAllowed(request.method, allowed) if allowed else web.HTTPNotFound
 
     async def _open(self, request: web.Request) -> web.StreamResponse:
         self._require_harness(request)
@@ -409,6 +416,16 @@ async def _handle_disconnect(
     answering.cancel()
     with contextlib.suppress(Exception, asyncio.CancelledError):
         session.mark_undelivered((await answering)[0], name, seen_in_part=seen_in_part)
+
+
+async def _continue_if_expected(request: web.Request) -> None:
+    """Answer an ``Expect`` header. aiohttp's own handler fails on a value that is not ASCII."""
+    expected = request.headers.get(hdrs.EXPECT, "").lower()
+    if request.version == HttpVersion11 and expected != "100-continue":
+        raise web.HTTPExpectationFailed(text="The gateway knows no Expect header but 100-continue.")
+    if request.version == HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
 
 
 _CALLS = (

@@ -76,14 +76,22 @@ def enroot(stand_in: Path, place: Path) -> Enroot:
 
 
 @pytest.fixture
-async def start(enroot: Enroot, root: Path) -> AsyncIterator[Callable[..., Coroutine[Any, Any, Container]]]:
+def weak(enroot: Enroot) -> dict[str, Any]:
+    """What a spec says where no control group can be made: the memory of all processes together has no limit then."""
+    return {"isolation": "weak"} if enroot.probe().isolation_gaps else {}
+
+
+@pytest.fixture
+async def start(
+    enroot: Enroot, root: Path, weak: dict[str, Any]
+) -> AsyncIterator[Callable[..., Coroutine[Any, Any, Container]]]:
     """Starts boxes, which are released at the end."""
     boxes: list[Container] = []
-    # Where no control group can be made, the memory of all processes together has no limit.
-    weak = {"isolation": "weak"} if enroot.probe().isolation_gaps else {}
 
     async def start_one(**fields: Any) -> Container:
-        spec = ContainerSpec(**{"image": str(root), "memory": "256MiB", "pids": 64, "backend": "enroot", **weak, **fields})
+        spec = ContainerSpec(
+            **{"image": str(root), "memory": "256MiB", "pids": 64, "backend": "enroot", **weak, **fields}
+        )
         boxes.append(Container(spec, f"enroot-{os.getpid()}-{len(boxes)}", backend=enroot))
         await boxes[-1].start()
         return boxes[-1]
@@ -236,11 +244,11 @@ async def test_without_control_groups_it_serves_those_alone_that_say_so(
 
 
 async def test_a_start_that_fails_gives_enroot_s_words_and_leaves_nothing(
-    start: Start, enroot: Enroot, stand_in: Path, root: Path
+    start: Start, enroot: Enroot, stand_in: Path, root: Path, weak: dict[str, Any]
 ) -> None:
     await start()
     await asyncio.to_thread(stand_in.write_text, "#!/bin/sh\necho 'the disk is full' >&2\nexit 3\n")
-    spec = ContainerSpec(image=str(root), memory="256MiB", pids=64, backend="enroot")
+    spec = ContainerSpec(image=str(root), memory="256MiB", pids=64, backend="enroot", **weak)
     box = Container(spec, f"enroot-fails-{os.getpid()}", backend=enroot)
     with pytest.raises(ResourceStartError, match="the disk is full"):
         await box.start()
@@ -265,7 +273,9 @@ from agentfly.resources.containers.spec import ContainerSpec
 async def main():
     program, store, image, instance = sys.argv[1:]
     enroot = Enroot(program, store=Path(store))
-    box = Container(ContainerSpec(image=image, memory="256MiB", pids=64, backend="enroot"), instance, backend=enroot)
+    isolation = "weak" if enroot.probe().isolation_gaps else "full"
+    spec = ContainerSpec(image=image, memory="256MiB", pids=64, backend="enroot", isolation=isolation)
+    box = Container(spec, instance, backend=enroot)
     await box.start()
     await box.run("sleep 9911 & sleep 9911 & echo", timeout=20)
     print(json.dumps(box.traces["enroot"]), flush=True)

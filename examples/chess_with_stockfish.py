@@ -113,7 +113,7 @@ async def main() -> None:
     tasks = [af.Task(f"The position is {position}.", {"position": position}) for position in ENDGAMES]
     result = await af.run(AGENT, tasks, reward=mated, attempts=4, policy=af.ScriptedPolicy(know))
     for trajectory in result.trajectories:
-        played = trajectory.turns[-1].results[-1].info["moves"]
+        played = trajectory.turns[-1].tool_results[-1].info["moves"]
         print(f"{trajectory.task['position'].split()[0]}: {' '.join(played)} -> {trajectory.reward}")
     print(f"mean reward {result.metrics['reward/mean']:.2f}")
 

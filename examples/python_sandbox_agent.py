@@ -112,9 +112,9 @@ async def main() -> None:
     for trajectory in result.trajectories:
         print(f"\n{trajectory.task.prompt}")
         for turn in trajectory.turns:
-            for call in turn.results:
+            for call in turn.tool_results:
                 print(f"  {call.call.name}: {call.observation.replace(chr(10), ' / ')[-60:]}")
-        print(f"  -> {trajectory.response} [reward {trajectory.reward}, {trajectory.finish}]")
+        print(f"  -> {trajectory.response} [reward {trajectory.reward}, {trajectory.finish_reason}]")
     print(f"\nmean reward {result.metrics['reward/mean']:.2f}")
 
 

@@ -99,7 +99,7 @@ async def act(action: str, context: af.Context) -> af.ToolResult:
 @af.reward
 def score(trajectory: af.Trajectory) -> float:
     """What all actions have added to the score; 0 if all is lost."""
-    gains = [call.reward for turn in trajectory.turns for call in turn.results if call.reward is not None]
+    gains = [call.reward for turn in trajectory.turns for call in turn.tool_results if call.reward is not None]
     return max(0.0, round(sum(gains), 6))
 
 

@@ -106,7 +106,7 @@ call = '<tool_call>\\n{"name": "shell", "arguments": {"command": "echo $((6*7))"
 policy = af.ScriptedPolicy([call, "It is 42."])
 agent = af.Agent(model="scripted", tools=[shell])
 result = asyncio.run(af.run(agent, [{"prompt": "6*7?", "answer": "42"}], reward=right, policy=policy))
-print(result.rewards, result.trajectories[0].turns[0].results[0].observation.strip())
+print(result.rewards, result.trajectories[0].turns[0].tool_results[0].observation.strip())
 """
 
 

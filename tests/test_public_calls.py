@@ -127,7 +127,7 @@ MISTAKES: dict[str, list[tuple[Callable[[], Any], str]]] = {
         (made("Runner", AGENT, strategy=5), "no such strategy"),
         (made("Runner", AGENT, subagent_policies=[policy()]), "by the models of the subagents"),
         (made("Runner", AGENT, max_concurrent_rollouts="5"), "without quotes"),
-        (made("Runner", AGENT, max_failure_share=2), "a number from 0 to 1"),
+        (made("Runner", AGENT, max_failure_rate=2), "a number from 0 to 1"),
         (lambda: asyncio.run(streamed(5)), "tasks is an int, which holds no tasks"),
         (lambda: asyncio.run(streamed([5])), "5 is no task"),
         (lambda: asyncio.run(streamed(iter([5]))), "5 is no task"),
@@ -200,7 +200,7 @@ MISTAKES: dict[str, list[tuple[Callable[[], Any], str]]] = {
         (rolled_out(sampling=lambda params: 0.5), "not SamplingParams"),
         (rolled_out(sampling=lambda params: replace(params, temperature=-1)), "temperature=-1"),
         (rolled_out(engine="docker"), "must be a ResourceEngine"),
-        (rolled_out(max_failure_share=math.nan), "max_failure_share=nan"),
+        (rolled_out(max_failure_rate=math.nan), "max_failure_rate=nan"),
     ],
     "tests_pass": [
         (lambda: asyncio.run(af.tests_pass(None, "box", paths=["a"], tests={}, names=["b"])), "write the container"),

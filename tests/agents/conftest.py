@@ -16,7 +16,7 @@ from agentfly.core.trajectory import Trajectory, Turn
 def trajectory() -> Trajectory:
     """A finished rollout that answered "four" to a task with the field ``answer``."""
     task = Task("What is 2 + 2?", {"answer": "4", "level": 1}, id="sum")
-    turn = Turn(index=0, sequence=0, start=0, stop=1, text="four", stopped=True)
+    turn = Turn(index=0, sequence=0, start=0, stop=1, text="four", ended_by_model=True)
     return Trajectory("rollout-0", "group-0", task, turns=[turn])
 
 

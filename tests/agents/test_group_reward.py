@@ -21,7 +21,7 @@ TASK = Task("Say something short.", {"answer": "b", "level": 2})
 def attempts() -> list[Trajectory]:
     """Two finished attempts that answered "a" and "b"."""
     return [
-        Trajectory(f"r.{number}", "r", TASK, number, turns=[Turn(0, 0, 0, 1, text, stopped=True)])
+        Trajectory(f"r.{number}", "r", TASK, number, turns=[Turn(0, 0, 0, 1, text, ended_by_model=True)])
         for number, text in enumerate("ab")
     ]
 

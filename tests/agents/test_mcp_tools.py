@@ -81,7 +81,7 @@ def always_one() -> float:
 
 
 def observed(trajectory: Trajectory) -> list[str]:
-    return [result.observation for turn in trajectory.turns for result in turn.results]
+    return [result.observation for turn in trajectory.turns for result in turn.tool_results]
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ async def test_each_rollout_has_a_server_of_its_own_whose_answers_become_observa
         assert shown == "look:"
         assert failed == "Error: Error executing tool fail"
         assert refused.startswith("Error: The call of 'write' was not executed, because its arguments do not fit: ")
-        records = [result for turn in trajectory.turns for result in turn.results]
+        records = [result for turn in trajectory.turns for result in turn.tool_results]
         assert records[2].images == (PIXEL,)
         assert records[1].info == {"structured": {"result": ["tea", "tea"]}}
         assert records[3].failure is not None
@@ -182,7 +182,7 @@ async def test_the_tools_of_a_server_at_an_address_work_in_rollouts() -> None:
         program.kill()
         program.wait()
     assert sorted(observed(trajectory)[0] for trajectory in trajectories) == [f"{n} None" for n in (1, 2, 3, 4)]
-    assert all(trajectory.turns[1].results[0].images == (PIXEL,) for trajectory in trajectories)
+    assert all(trajectory.turns[1].tool_results[0].images == (PIXEL,) for trajectory in trajectories)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ async def test_no_rollout_is_scored_by_what_its_server_goes_wrong_with(answer: A
     async with MCPHTTPServer(often) as there:
         tools = await asyncio.to_thread(af.mcp_tools, af.MCPServerSpec(url=there.url), scope=scope)
         calls: list[tuple[str, dict[str, Any]]] = [("say", {"n": n}) for n in range(2)]
-        trajectories = await play(tools, calls, attempts=6, reward=always_one, max_failure_share=1.0)
+        trajectories = await play(tools, calls, attempts=6, reward=always_one, max_failure_rate=1.0)
     failed = [one for one in trajectories if one.infrastructure_failed]
     assert failed
     assert all(one.reward is None for one in failed)

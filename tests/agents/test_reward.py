@@ -247,7 +247,7 @@ async def test_the_rewards_of_the_tools_are_summed_over_all_turns(
 ) -> None:
     records = [ToolRecord(ToolCall("call_0", "check", {}), "", reward=one) for one in said]
     for number, results in enumerate((records[:1], records[1:])):
-        trajectory.turns.append(Turn(number, 0, 0, 1, "", stopped=True, results=tuple(results)))
+        trajectory.turns.append(Turn(number, 0, 0, 1, "", ended_by_model=True, tool_results=tuple(results)))
     assert await tool_rewards.score(trajectory, context) == RewardResult(score)
 
 

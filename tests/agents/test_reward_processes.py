@@ -42,7 +42,7 @@ def score(engine: ResourceEngine) -> Callable[..., Any]:
     numbers = iter(range(1000))
 
     async def scored(one: Reward, response: str = "", **fields: Any) -> Any:
-        turn = Turn(0, 0, 0, 1, response, stopped=True)
+        turn = Turn(0, 0, 0, 1, response, ended_by_model=True)
         trajectory = Trajectory(f"rollout-{next(numbers)}", "group", Task("?", fields), turns=[turn])
         context = Context(trajectory, engine)
         try:

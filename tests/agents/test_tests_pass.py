@@ -205,7 +205,7 @@ async def test_links_and_compiled_code_of_the_agent_do_not_stand_for_hidden_file
     settings = {"tests": helper, "names": ["tests/test_calc.py::test_sum"]}
     wrong = await graded({"calc.py": "def add(a, b):\n    return 4\n"}, before=textwrap.dedent(forged), **settings)
     assert wrong.reward == 0.0
-    assert wrong.left_out
+    assert wrong.excluded
     right = await graded({"calc.py": RIGHT}, before="rm -rf tests; ln -s /etc tests", **settings)
     assert right.reward == 1.0
 

@@ -101,10 +101,10 @@ def test_what_fits_stays_as_it_is(text: str) -> None:
     "text", ["x" * 1000, "aé𝄞" * 400, "\ufffd" * 90, "word " * 300], ids=["ascii", "unicode", "unknown", "words"]
 )
 def test_what_is_longer_keeps_head_and_tail_within_the_limit(text: str, limit: int) -> None:
-    head, left_out, tail = parts(TokenTruncator(Bytes())(text, limit))
+    head, excluded, tail = parts(TokenTruncator(Bytes())(text, limit))
     assert text.startswith(head)
     assert text.endswith(tail)
-    assert len(head) + left_out + len(tail) == len(text)
+    assert len(head) + excluded + len(tail) == len(text)
     assert limit - 8 < len((head + tail).encode()) <= limit
 
 

@@ -137,10 +137,10 @@ def test_what_is_left_of_a_text_has_so_many_tokens_and_is_its_head_and_tail(fami
         assert len(tokenizer.encode_text(text)) <= limit
         return
     head, _, rest = shown.partition("\n[... ")
-    left_out, _, tail = rest.partition(" characters left out ...]\n")
+    excluded, _, tail = rest.partition(" characters left out ...]\n")
     assert text.startswith(head)
     assert text.endswith(tail)
-    assert len(head) + int(left_out) + len(tail) == len(text)
+    assert len(head) + int(excluded) + len(tail) == len(text)
     assert len(tokenizer.encode_text(head)) <= limit - limit // 2
     assert len(tokenizer.encode_text(tail)) <= limit // 2
 

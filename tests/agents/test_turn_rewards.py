@@ -17,7 +17,9 @@ from agentfly.core.trajectory import Trajectory, Turn
 @pytest.fixture
 def three_turns(trajectory: Trajectory) -> Trajectory:
     """A trajectory of three turns that say "a", "bb" and "four"."""
-    trajectory.turns[:] = [Turn(number, 0, 0, 1, text, stopped=True) for number, text in enumerate(("a", "bb", "four"))]
+    trajectory.turns[:] = [
+        Turn(number, 0, 0, 1, text, ended_by_model=True) for number, text in enumerate(("a", "bb", "four"))
+    ]
     return trajectory
 
 

@@ -17,7 +17,9 @@ def evaluation(run: RunDirectory, step: int, *rewards: float | None) -> Path:
     path = run.ensure().trajectories_file(step, "eval")
     save_trajectories(
         [
-            Trajectory(f"r{n}", f"g{n}", Task(f"go {n}", id=f"task-{n}"), finish=FinishReason.DONE, reward=reward)
+            Trajectory(
+                f"r{n}", f"g{n}", Task(f"go {n}", id=f"task-{n}"), finish_reason=FinishReason.DONE, reward=reward
+            )
             for n, reward in enumerate(rewards)
         ],
         path,

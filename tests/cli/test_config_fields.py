@@ -31,7 +31,7 @@ def test_every_training_setting_is_listed_however_deep_it_lies():
         ("training.steps", "int > 0", "100"),
         ("training.strategy", "chain | step", "chain"),
         ("training.temperature", "float > 0 or null", "null"),
-        ("training.max_failure_share", "float >= 0, <= 1", "0.5"),
+        ("training.max_failure_rate", "float >= 0, <= 1", "0.5"),
     ],
 )
 def test_a_field_is_listed_with_what_it_takes_and_its_default(key, kind, default):
@@ -57,7 +57,7 @@ def test_the_guides_tables_are_those_of_the_fields():
         ("kl_coefficient", None),
         ("lr", "training.learning_rate"),
         ("training.max_steps", "training.steps"),
-        ("warmup_ratio", "sft.warmup_share"),
+        ("warmup_ratio", "sft.warmup_ratio"),
     ],
 )
 def test_a_field_is_known_by_the_end_of_its_key(name, meant):

@@ -102,8 +102,8 @@ async def test_a_program_with_tools_gives_one_sequence_of_exactly_what_was_sampl
     ]
     assert sampled(trajectory) == [f"Let me see.\n{call}\n{call}<|im_end|>", f"{ANSWER}<|im_end|>"]
     first, second = trajectory.turns
-    assert [record.observation for record in first.results] == ["3", "3"]
-    assert [record.call.arguments for record in first.results] == [{"a": 1, "b": 2}] * 2
+    assert [record.observation for record in first.tool_results] == ["3", "3"]
+    assert [record.call.arguments for record in first.tool_results] == [{"a": 1, "b": 2}] * 2
     assert trajectory.response == second.text == ANSWER
     (sequence,) = trajectory.sequences
     assert text_of(trajectory).endswith(
@@ -284,7 +284,7 @@ async def test_a_cut_answer_makes_no_calls_and_ends_where_the_limit_is(serving: 
             assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
         trajectory = gateway.finish("r.0")
     assert [turn.stop - turn.start for turn in trajectory.turns] == [12, 12, 40]
-    assert trajectory.finish == "length"
+    assert trajectory.finish_reason == "length"
 
 
 async def test_calls_are_read_only_where_the_program_takes_them(serving: Any, tools: Any, call: str) -> None:

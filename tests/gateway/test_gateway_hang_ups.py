@@ -92,7 +92,7 @@ async def test_hanging_up_while_the_model_is_at_work_is_quiet_and_leaves_no_turn
         writer.transport.abort()
         await until(lambda: policy.running == 0)
         trajectory = gateway.finish("r", reward=1.0)
-    assert (trajectory.turns, trajectory.finish, trajectory.reward) == ([], FinishReason.FAILED, None)
+    assert (trajectory.turns, trajectory.finish_reason, trajectory.reward) == ([], FinishReason.FAILED, None)
     assert trajectory.failure is not None
     assert "gave up its last call" in trajectory.failure.message
     assert not trajectory.trainable
@@ -156,7 +156,7 @@ async def test_a_program_that_stops_reading_a_stream_has_its_answer_on_the_recor
         await until(lambda: left)
         trajectory = gateway.finish("r", reward=1.0)
     assert left == [True]
-    assert (len(trajectory.turns), trajectory.finish, trajectory.reward) == (1, FinishReason.ANSWERED, 1.0)
+    assert (len(trajectory.turns), trajectory.finish_reason, trajectory.reward) == (1, FinishReason.ANSWERED, 1.0)
     assert trajectory.turns[0].text == "hi " * 100_000
 
 
@@ -164,7 +164,7 @@ async def test_a_rollout_without_a_call_is_no_success_whatever_the_harness_says(
     async with serving(["hi"]) as (gateway, _):
         gateway.open("r")
         trajectory = gateway.finish("r", reward=1.0)
-    assert (trajectory.finish, trajectory.reward, trajectory.infrastructure_failed) == ("failed", None, True)
+    assert (trajectory.finish_reason, trajectory.reward, trajectory.infrastructure_failed) == ("failed", None, True)
     assert trajectory.failure is not None
     assert "base URL and the key" in trajectory.failure.message
 

@@ -220,7 +220,7 @@ async def test_a_rollout_ends_where_its_record_may_not_grow_any_more(serving: An
         assert [answer.status_code for answer in answers] == [200, 200, 400, 400]
         assert (answers[-1].json()["error"]["code"], next(iter(limits)) in answers[-1].text) == ("rollout_full", True)
         trajectory = gateway.finish("r.0", reward=0.5)
-    assert (trajectory.finish, trajectory.reward, len(trajectory.turns)) == (FinishReason.MAX_TURNS, 0.5, 2)
+    assert (trajectory.finish_reason, trajectory.reward, len(trajectory.turns)) == (FinishReason.MAX_TURNS, 0.5, 2)
     assert next(iter(limits)) in trajectory.notes[-1]
 
 

@@ -232,7 +232,7 @@ async def test_a_rollout_that_the_policy_did_not_spoil_or_had_no_part_in_has_no_
     if failure is not None:
         session.mark_delivered(await session.answer(wanted("q")))
     trajectory = session.finish(task=None, reward=1.0, group_id="g", attempt=0, metrics={}, failure=failure)
-    assert (trajectory.finish, trajectory.reward) == (FinishReason.FAILED, None)
+    assert (trajectory.finish_reason, trajectory.reward) == (FinishReason.FAILED, None)
     assert trajectory.failure is not None
     assert trajectory.failure.kind == ("NoModelCalls" if failure is None else "PolicyError")
     assert trajectory.notes == ["The reward 1 does not count, because the policy is not to blame for the failure."]
@@ -257,7 +257,7 @@ async def test_a_rollout_whose_last_call_nobody_waited_for_did_not_end_with_an_a
             await asyncio.gather(waiting, return_exceptions=True)
         trajectory = finished(session)
         await asyncio.gather(waiting, return_exceptions=True)
-        assert (trajectory.finish, trajectory.reward) == (FinishReason.WALL_TIME, 1.0)
+        assert (trajectory.finish_reason, trajectory.reward) == (FinishReason.WALL_TIME, 1.0)
 
 
 async def test_a_call_that_lost_a_race_with_another_one_does_not_count_as_given_up() -> None:
@@ -274,7 +274,7 @@ async def test_a_call_that_lost_a_race_with_another_one_does_not_count_as_given_
     session.mark_delivered(await session.answer(wanted("quick")))
     slow.cancel()
     await asyncio.gather(slow, return_exceptions=True)
-    assert finished(session).finish == FinishReason.ANSWERED
+    assert finished(session).finish_reason == FinishReason.ANSWERED
 
 
 async def test_what_libraries_change_in_numbers_and_beside_calls_is_the_same_conversation(

@@ -40,7 +40,7 @@ def trajectory(**changes) -> Trajectory:
         "messages": [{"role": "user", "content": "look"}],
         "turns": [Turn(0, 0, 2, 4, "text", True, results, 0.125)],
         "sequences": [sequence.freeze()],
-        "finish": FinishReason.DONE,
+        "finish_reason": FinishReason.DONE,
         "reward": 1 / 3,
         "metrics": {"success": 1.0},
         "seconds": {"total": 1.5},
@@ -53,8 +53,8 @@ def trajectory(**changes) -> Trajectory:
     [
         {},
         {"reward": None, "reward_failure": Failure.of(ValueError("judge"), Boundary.REWARD)},
-        {"finish": FinishReason.FAILED, "failure": Failure.of(ResourceStartError("no disk"))},
-        {"turns": [], "sequences": [], "finish": None},
+        {"finish_reason": FinishReason.FAILED, "failure": Failure.of(ResourceStartError("no disk"))},
+        {"turns": [], "sequences": [], "finish_reason": None},
     ],
 )
 def test_a_trajectory_survives_json_lines_without_loss(tmp_path, changes):
@@ -142,7 +142,7 @@ def full() -> Trajectory:
     call = ToolCall("call_0", "look", None, error="half \ud800")
     record = ToolRecord(call, "seen", -0.5, True, [1], {"moves": 3}, failure, 0.25, (image,))
     turn = Turn(
-        index=1, sequence=0, start=3, stop=5, text="text", stopped=True, results=(record,), generation_seconds=0.125,
+        index=1, sequence=0, start=3, stop=5, text="text", ended_by_model=True, tool_results=(record,), generation_seconds=0.125,
         reasoning="why", content="what", kind="memory", agent="search", conversation="call_0", policy="other",
         reward=0.5, anchor="anchor", follows=(0,), prompt_tokens=7, sampled_tokens=2,
     )  # fmt: skip
@@ -155,7 +155,7 @@ def full() -> Trajectory:
 
 def test_every_field_survives(tmp_path):
     saved = full()
-    for value in (saved, saved.turns[0], saved.turns[0].results[0], saved.turns[0].results[0].call):
+    for value in (saved, saved.turns[0], saved.turns[0].tool_results[0], saved.turns[0].tool_results[0].call):
         for one in fields(value):
             default = one.default_factory() if one.default_factory is not MISSING else one.default
             assert getattr(value, one.name) != default, one.name

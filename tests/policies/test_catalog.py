@@ -245,4 +245,4 @@ async def test_the_default_model_is_fetched_and_answers() -> None:
     async with policy:
         generation = await policy.generate(prompt, sampling, rollout_id="a")
     assert "Paris" in tokenizer.decode(generation.ids)
-    assert generation.finish == "stop"
+    assert generation.finish_reason == "stop"

@@ -87,7 +87,7 @@ async def test_rows_that_join_and_leave_at_any_token_decode_as_they_do_alone(
             tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=length, eos_token_id=None
         )
         assert list(generation.ids) == alone[0, len(prompt) :].tolist()
-        assert generation.finish == "length"
+        assert generation.finish_reason == "length"
         assert_exact(model, prompt, generation)
 
     async with policy_of(model, tokenizer, max_concurrent_generations=8) as policy:
@@ -158,7 +158,7 @@ async def test_with_few_slots_earlier_turns_are_evicted_and_nothing_goes_wrong(
             assert_exact(model, ids, generation)
             ids = [*ids, *generation.ids, 3, 4]
 
-    async with policy_of(model, tokenizer, max_concurrent_generations=2, max_resident=2) as policy:
+    async with policy_of(model, tokenizer, max_concurrent_generations=2, max_cached_sequences=2) as policy:
         await asyncio.gather(*(rollout(number) for number in range(7)))
 
 
@@ -233,13 +233,13 @@ async def test_a_sampled_stop_token_is_the_last_and_ends_the_generation(
             [5, 6], SamplingParams(temperature=0, max_tokens=12, stop_ids=(299, stop)), rollout_id="b"
         )
     assert list(stopped.ids) == list(free.ids[:until])
-    assert (stopped.finish, len(stopped.logprobs or ())) == ("stop", until)
+    assert (stopped.finish_reason, len(stopped.logprobs or ())) == ("stop", until)
 
 
 async def test_the_context_length_cuts_a_generation(model: PreTrainedModel, tokenizer: HFTokenizer) -> None:
     async with policy_of(model, tokenizer, max_context_tokens=10) as policy:
         generation = await policy.generate([1] * 6, GREEDY, rollout_id="a")
-        assert (len(generation.ids), generation.finish) == (4, "length")
+        assert (len(generation.ids), generation.finish_reason) == (4, "length")
         with pytest.raises(PromptTooLong, match="10 tokens and the policy holds 10"):
             await policy.generate([1] * 10, GREEDY, rollout_id="a")
 
@@ -338,7 +338,7 @@ async def test_a_prompt_that_is_none_is_refused_alone(
 
 
 def test_contradicting_limits_are_refused(model: PreTrainedModel, tokenizer: HFTokenizer) -> None:
-    with pytest.raises(ConfigError, match="max_resident"):
-        policy_of(model, tokenizer, max_concurrent_generations=8, max_resident=4)
+    with pytest.raises(ConfigError, match="max_cached_sequences"):
+        policy_of(model, tokenizer, max_concurrent_generations=8, max_cached_sequences=4)
     with pytest.raises(ConfigError, match="2 to 1024"):
         policy_of(model, tokenizer, max_context_tokens=4096)

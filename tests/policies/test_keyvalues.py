@@ -98,7 +98,7 @@ def test_what_is_forgotten_goes_before_more_memory_is_taken() -> None:
 
 
 def batch_of(model: PreTrainedModel, **limits: int) -> ContinuousBatch:
-    return ContinuousBatch(model, **{"max_concurrent": 8, "max_resident": 16, "context_length": 1024, **limits})
+    return ContinuousBatch(model, **{"max_concurrent": 8, "max_cached_sequences": 16, "context_length": 1024, **limits})
 
 
 def request(prompt: list[int], max_tokens: int = 4, priority: int = 0) -> GenerationRequest:

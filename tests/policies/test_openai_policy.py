@@ -260,7 +260,7 @@ async def test_an_agent_is_evaluated_with_the_endpoints_own_calls() -> None:
         trajectory = await rolled_out(far_side, HermesFormat(uses_chat_template=True))
     assert trajectory.failure is None
     assert trajectory.response == "42"
-    observations = [record.observation for turn in trajectory.turns for record in turn.results]
+    observations = [record.observation for turn in trajectory.turns for record in turn.tool_results]
     assert observations[0] == "42"
     assert "no JSON object" in observations[1]
     assert "calc" in observations[2], "the tools there are"
@@ -277,7 +277,7 @@ async def test_calls_written_as_text_are_read_as_the_agents_format_says() -> Non
     async with FakeOpenAIServer() as far_side:
         far_side.script += [text_reply("Action: calc[21]"), text_reply("42")]
         trajectory = await rolled_out(far_side, "action")
-    assert [record.observation for record in trajectory.turns[0].results] == ["42"]
+    assert [record.observation for record in trajectory.turns[0].tool_results] == ["42"]
     assert "tools" not in far_side.requests[0].body
     assert "Action: calc[" in far_side.requests[0].body["messages"][0]["content"]
 
@@ -286,7 +286,7 @@ async def test_a_conversation_too_long_for_the_endpoint_ends_the_rollout_as_leng
     async with FakeOpenAIServer() as far_side:
         far_side.default_reply = error_reply(400, "the request exceeds the available context size")
         trajectory = await rolled_out(far_side, "action")
-    assert (trajectory.finish, trajectory.failure) == ("length", None)
+    assert (trajectory.finish_reason, trajectory.failure) == ("length", None)
 
 
 @pytest.mark.parametrize("reason", ["MAX_TOKENS", "Length", None, ""])

@@ -65,7 +65,7 @@ async def test_ids_go_in_and_come_out_with_log_probs_and_version() -> None:
         assert isinstance(policy, Policy)
         generation = await policy.generate([5, 6], SamplingParams(max_tokens=8, stop_ids=(9,)), rollout_id="r")
         assert list(generation.ids) == [7, 8, 9]
-        assert generation.finish == "stop"
+        assert generation.finish_reason == "stop"
         assert generation.logprobs == generation.raw_logprobs == (-1.0, -1.0, -1.0)
         assert generation.version == 0
         assert policy.context_length == CONTEXT
@@ -93,7 +93,7 @@ async def test_a_prompt_that_fills_the_context_ends_the_rollout_without_a_reques
         assert len(server.requests) == before
         generation = await policy.generate([1] * (CONTEXT - 2), PLAIN, rollout_id="r")
         assert len(generation.ids) == 2
-        assert generation.finish == "length"
+        assert generation.finish_reason == "length"
 
 
 async def test_a_sample_whose_ids_got_lost_on_the_way_is_infrastructure_and_never_trained_on() -> None:

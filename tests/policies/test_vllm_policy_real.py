@@ -122,7 +122,7 @@ async def test_log_probs_are_those_of_the_sampling_distribution_with_the_raw_one
     async with VLLMPolicy(**address, raw_logprobs=True) as policy:
         for how in ({}, {"temperature": 0.6}, {"temperature": 0.8, "top_p": 0.7}, {"top_k": 3}, {"temperature": 0}):
             generation = await policy.generate(PROMPT, SamplingParams(max_tokens=32, seed=3, **how), rollout_id="r")
-            assert generation.finish == "length"
+            assert generation.finish_reason == "length"
             assert generation.version == 0
             under = {**how, "temperature": how.get("temperature") or 1.0}
             assert generation.logprobs == pytest.approx(expected(own, generation, **under), abs=CLOSE)
@@ -243,10 +243,10 @@ async def test_vllms_own_reload_of_a_tied_model_is_found_out(
         weights.data += 0.02 * torch.randn(weights.shape, generator=torch.Generator().manual_seed(2))
     other.save_pretrained(tmp_path)
     with pytest.raises(PrerequisiteError, match="Start the server again"):
-        async with VLLMPolicy(**address, loaded_by="reload_weights"):
+        async with VLLMPolicy(**address, load_method="reload_weights"):
             pass
     await server_of(policy).set_weight_version("default")  # as if it had just been started
-    async with VLLMPolicy(**address, loaded_by="reload_weights") as careless:
+    async with VLLMPolicy(**address, load_method="reload_weights") as careless:
         with pytest.raises(WeightMismatch, match="reload_weights"):
             await careless.update_weights(tmp_path, reference=logprobs_of_model(other))
         with pytest.raises(WeightUpdateError):

@@ -119,7 +119,7 @@ async def test_attempts_at_one_task_begin_alike_and_invalid_actions_can_be_count
     script = [*(agent.format.write("act", {"action": move}) for move in moves), "Done."]
     tasks = [{"prompt": "Leave the maze.", "level": level} for level in (17, 18)]
     result = await af.run(agent, tasks, attempts=4, policy=af.ScriptedPolicy(script))
-    seen = [[call for turn in each.turns for call in turn.results] for each in result.trajectories]
+    seen = [[call for turn in each.turns for call in turn.tool_results] for each in result.trajectories]
     assert len(seen) == 8
     assert len({tuple(call.observation for call in calls) for calls in seen}) == 2, "one story a task"
     assert [call.info["valid"] for calls in seen for call in calls] == [True, False, True] * 8
@@ -135,9 +135,9 @@ async def test_a_step_that_hangs_fails_its_rollout_alone_and_the_instance_is_rep
 
     tasks = [{"prompt": "Wait." if level == 1 else "Go.", "level": level} for level in range(6)]
     result = await af.run(agent, tasks, policy=af.ScriptedPolicy(hangs_on_level_1))
-    finishes = {each.task.fields["level"]: each.finish for each in result.trajectories}
+    finishes = {each.task.fields["level"]: each.finish_reason for each in result.trajectories}
     assert finishes == {level: "failed" if level == 1 else "answered" for level in range(6)}
-    (failed,) = (each for each in result.trajectories if each.finish == "failed")
+    (failed,) = (each for each in result.trajectories if each.finish_reason == "failed")
     assert "step() did not end within call_timeout_s=2" in failed.failure.message
 
 

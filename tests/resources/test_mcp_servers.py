@@ -381,7 +381,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
             "the name of an environment variable",
         ),
         ({"command": ("a",), "call_timeout_s": 0}, "a number of seconds above 0"),
-        ({"command": ("a",), "log_bytes": 1}, "below 4096"),
+        ({"command": ("a",), "max_log_bytes": 1}, "below 4096"),
         ({"command": ("a",), "comand": 1}, "Did you mean 'command'"),
     ],
 )

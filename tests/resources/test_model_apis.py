@@ -373,7 +373,7 @@ async def test_a_judge_scores_or_leaves_unscored(far_side, script, always, rewar
         [{"prompt": "6*7?", "answer": "42"}, {"prompt": "5*8?", "answer": "sound"}],
         reward=judged,
         policy=af.ScriptedPolicy(["It is 42."]),
-        max_failure_share=1.0,
+        max_failure_rate=1.0,
     )
     trajectory, sound = sorted(result.trajectories, key=lambda one: one.task["answer"])
     assert sound.reward == 1.0
@@ -465,12 +465,12 @@ async def test_a_key_is_sent_and_seen_nowhere_else(far_side, monkeypatch, caplog
             reward=judged,
             policy=af.ScriptedPolicy(lambda prompt, turn: "Done." if turn or "Nothing." in prompt else calls),
             events=events,
-            max_failure_share=1.0,
+            max_failure_rate=1.0,
         )
     (trajectory,) = (one for one in result.trajectories if one.task.prompt == "Ask.")
     assert [request.headers["authorization"] for request in far_side.requests] == [f"Bearer {SECRET}"] * 2
     assert far_side.requests[0].headers["x-org"] == f"org-{SECRET}"
-    (call,) = trajectory.turns[0].results
+    (call,) = trajectory.turns[0].tool_results
     assert call.observation == "your key is [secret]"
     assert trajectory.reward_failure is not None
 

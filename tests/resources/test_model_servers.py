@@ -102,7 +102,7 @@ async def test_a_server_answers_prompts_of_text_and_of_ids() -> None:
         sample = await server.banned_ids([5, 6, 7], max_tokens=3)
         assert sample.ids == (8, 9, 10)
         assert len(sample.logprobs) == 3
-        assert sample.finish == "length"
+        assert sample.finish_reason == "length"
         assert (await server.complete("hello")).text.startswith("pid ")
         assert server.model == "stand-in"
 
@@ -205,7 +205,7 @@ async def test_servers_that_are_never_healthy_hold_up_nobody_else(state: Path) -
 
 @pytest.mark.slow
 async def test_a_server_that_floods_its_output_neither_blocks_nor_fills_the_disk() -> None:
-    async with started("floods", log_bytes=8192) as server:
+    async with started("floods", max_log_bytes=8192) as server:
         assert await server.status() is Status.HEALTHY
         await eventually(lambda: server.log().endswith("the last line"))
         directory = server.traces["directory"]
@@ -437,7 +437,7 @@ async def test_the_earliest_of_several_ends_of_a_program_counts_and_it_is_told_h
         env=dict(os.environ),
         directory=str(tmp_path),
         log=str(tmp_path / "log"),
-        log_bytes=4096,
+        max_log_bytes=4096,
         secrets=[],
     )
     await program.start(job)

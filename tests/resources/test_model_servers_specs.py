@@ -56,9 +56,9 @@ def test_the_values_of_the_environment_are_not_shown() -> None:
 
 
 def test_the_name_that_is_served_comes_from_the_model() -> None:
-    assert ModelServerSpec(model="/models/tiny/").served_name == "tiny"
-    assert ModelServerSpec(model="org/Model-1B").served_name == "Model-1B"
-    assert ModelServerSpec(model="org/Model-1B", served_name="judge").label == "model server:judge"
+    assert ModelServerSpec(model="/models/tiny/").served_model_name == "tiny"
+    assert ModelServerSpec(model="org/Model-1B").served_model_name == "Model-1B"
+    assert ModelServerSpec(model="org/Model-1B", served_model_name="judge").label == "model server:judge"
 
 
 def test_a_server_takes_as_many_gpus_as_it_is_spread_over_where_there_are_gpus(
@@ -83,11 +83,11 @@ def test_a_server_takes_as_many_gpus_as_it_is_spread_over_where_there_are_gpus(
         ({"device": "tpu"}, "write 'auto', 'cpu' or 'gpu'"),
         ({"tensor_parallel": 0}, "at least 1"),
         ({"context_length": 0}, "or None to leave it to the engine"),
-        ({"memory_fraction": 90}, "a share above 0"),
+        ({"gpu_memory_utilization": 90}, "a share above 0"),
         ({"kv_cache": "4 gigs"}, "not a size"),
         ({"restarts": -1}, "at least 0"),
         ({"health_timeout_s": 0}, "seconds above 0"),
-        ({"log_bytes": 10}, "4096"),
+        ({"max_log_bytes": 10}, "4096"),
         ({"arguments": "--dtype 'a b'"}, r"\('--dtype', 'a b'\)|\('--dtype', 'a b',\)"),
         ({"arguments": ("--seed", 1)}, "numbers too are text"),
         ({"env": 3}, "write a mapping"),

@@ -139,7 +139,7 @@ async def test_ids_come_back_with_the_log_probs_they_were_sampled_under(
     assert len({sample.ids for sample in samples}) > 1
     for sample in samples:
         assert len(sample.ids) == 24
-        assert sample.finish == "length"
+        assert sample.finish_reason == "length"
         expected = logprobs_of(reference, PROMPT, sample.ids, temperature)
         assert sample.logprobs == pytest.approx(expected, abs=CLOSE)
 
@@ -159,7 +159,7 @@ async def test_only_stop_ids_end_a_sample_and_the_one_that_did_is_in_it(server: 
     stopped = await server.banned_ids(PROMPT, max_tokens=64, seed=5, stop_ids=[stop])
     first = plain.ids.index(stop)
     assert stopped.ids == plain.ids[: first + 1]
-    assert stopped.finish == "stop"
+    assert stopped.finish_reason == "stop"
 
 
 async def test_a_prompt_that_is_too_long_is_refused(server: ModelServer) -> None:

@@ -147,8 +147,8 @@ def test_links_that_stay_inside_are_kept_and_those_that_leave_by_way_of_another_
         "circle": (SYMLINK, "circle/x"),
         "long": (SYMLINK, "n" * 300),
     }
-    left_out = unpack(tar(entries), tmp_path / "target", leaving_links=False)
-    assert sorted(left_out) == ["a/b/c/bad", "absolute", "circle"]
+    excluded = unpack(tar(entries), tmp_path / "target", leaving_links=False)
+    assert sorted(excluded) == ["a/b/c/bad", "absolute", "circle"]
     assert (tmp_path / "target" / "a" / "good").read_bytes() == b"x"
     assert (tmp_path / "target" / "a" / "root").resolve() == tmp_path / "target"
 

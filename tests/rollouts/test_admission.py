@@ -207,7 +207,7 @@ def test_the_time_is_told_in_which_rollouts_were_held_back_and_by_what():
     found = admission.meter.read()
     assert (found.seconds, found.rollout_seconds, found.generation_seconds) == (15.0, 7.0 * 3 + 8.0 * 2, 4.0)
     assert found.blocked_seconds == {BlockReason.POLICY: 3.0, BlockReason.LIMIT: 4.0, BlockReason.RESOURCES: 8.0}
-    assert found.metrics()["concurrency/held_by_resources"] == pytest.approx(8 / 15)
+    assert found.metrics()["concurrency/blocked_by_resources"] == pytest.approx(8 / 15)
     for number in range(6):
         if number in queue.guests:
             queue.guests[number].release()
@@ -284,15 +284,15 @@ def test_however_long_tools_take_as_many_rollouts_run_as_keep_the_policy_busy(tm
     metrics, took = in_virtual_time(lambda engine: busy_run(engine, seconds), tmp_path)
     assert took <= 200 * 2 / 4 + seconds + 2  # hardly more than the policy's own time
     assert metrics["concurrency/rollouts"] <= 4 * (2 + seconds) / 2 + 4  # and no more rollouts than that takes
-    assert metrics["concurrency/held_by_policy"] > 0.5
-    assert metrics["concurrency/held_by_limit"] == 0.0
+    assert metrics["concurrency/blocked_by_policy"] > 0.5
+    assert metrics["concurrency/blocked_by_limit"] == 0.0
     assert not caplog.records
 
 
 def test_a_limit_that_makes_a_run_slower_is_told(tmp_path, caplog):
     metrics, took = in_virtual_time(lambda engine: busy_run(engine, 8.0, max_concurrent_rollouts=4), tmp_path)
     assert took == pytest.approx(200 * 10 / 4)
-    assert metrics["concurrency/held_by_limit"] > 0.7  # else all four are at the policy
+    assert metrics["concurrency/blocked_by_limit"] > 0.7  # else all four are at the policy
     [told] = [record.getMessage() for record in caplog.records]
     assert "max_concurrent_rollouts=4" in told
     assert "1 generations at a time on average, where the policy can make 4" in told
@@ -309,7 +309,7 @@ def test_a_limit_of_which_nobody_knows_whether_it_matters_is_told_by_the_metrics
         settings = {"policy": calling(agent, "use"), "engine": engine, "max_concurrent_rollouts": 2}
         return (await run(agent, tasks, reward=finished, **settings)).metrics
 
-    assert in_virtual_time(scene, tmp_path)["concurrency/held_by_limit"] > 0.5
+    assert in_virtual_time(scene, tmp_path)["concurrency/blocked_by_limit"] > 0.5
     assert not caplog.records
 
 
@@ -375,7 +375,7 @@ def test_evaluation_on_the_same_runner_goes_before_training_that_holds_every_res
             return asyncio.get_running_loop().time() - began, training.progress, results
 
     took, training, results = in_virtual_time(scene, tmp_path)
-    assert [result.finish for result in results] == ["answered"] * 8
+    assert [result.finish_reason for result in results] == ["answered"] * 8
     assert took <= 4 + 6 + 6 + 2  # the boxes come back within four seconds, and training gets none in between
     assert training.waiting >= 32
 
@@ -402,7 +402,7 @@ def test_many_rollouts_that_need_two_pools_in_opposite_order_all_finish_if_the_t
                 return turns["even" in prompt][turn]
 
             policy = ScriptedPolicy(script, seconds=1)
-            async with Runner(agent, policy=policy, engine=engine, max_failure_share=1.0) as runner:
+            async with Runner(agent, policy=policy, engine=engine, max_failure_rate=1.0) as runner:
                 tasks = [Task("even" if number % 2 else "odd") for number in range(8)]
                 results = await runner.collect(tasks)
             failed[declared] = [result.failure.kind for result in results if result.failure]
@@ -434,11 +434,11 @@ def test_needs_may_come_from_the_task_and_the_reward_and_are_got_in_one_step(tmp
     async def scene(engine):
         agent = agent_with(work)
         policy = calling(agent, "work")
-        async with Runner(agent, policy=policy, engine=engine, reward=graded, max_failure_share=1.0) as runner:
+        async with Runner(agent, policy=policy, engine=engine, reward=graded, max_failure_rate=1.0) as runner:
             return await runner.collect([Task("a", {"image": "red"}), Task("b", {"image": "blue"}), Task("c")])
 
     red, blue, without = in_virtual_time(scene, tmp_path)
-    assert [one.turns[0].results[0].observation for one in (red, blue)] == ["red", "blue"]
+    assert [one.turns[0].tool_results[0].observation for one in (red, blue)] == ["red", "blue"]
     assert [red.reward, blue.reward, without.reward] == [1.0, 1.0, None]
     assert without.failure.kind == ToolDefinitionError.__name__
     assert "KeyError" in without.failure.message

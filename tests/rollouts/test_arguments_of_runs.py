@@ -61,7 +61,7 @@ async def test_a_policy_that_is_not_in_use_is_entered_and_left():
     policy = Opened(["hi"])
     for times in (1, 2):
         result = await af.run(AGENT, ["hello"], policy=policy, subagent_policies={"other": policy})
-        assert [trajectory.finish for trajectory in result.trajectories] == ["answered"]
+        assert [trajectory.finish_reason for trajectory in result.trajectories] == ["answered"]
         assert (policy.entered, policy.left) == (times, times)
 
 

@@ -39,7 +39,7 @@ def trajectory(*sampled: list[int]) -> Trajectory:
         start = len(sequence)
         sequence.append_sampled(ids, [-0.5] * len(ids), 0)
         text = tokenizer.decode(ids[:-1])
-        turns.append(Turn(index=index, sequence=0, start=start, stop=len(sequence), text=text, stopped=True))
+        turns.append(Turn(index=index, sequence=0, start=start, stop=len(sequence), text=text, ended_by_model=True))
         sequence.append_observation([7])
     return Trajectory("r", "g", af.Task("q"), turns=turns, sequences=[sequence.freeze()])
 

@@ -104,7 +104,9 @@ def test_what_is_more_than_enough_can_be_cancelled_and_is_never_trained(tmp_path
     assert took < 2
     begun = ["b-0.0", "b-0.1", "b-1.0", "b-1.1", "b-2.0", "b-2.1"]
     assert [trajectory.rollout_id for trajectory in taken] == begun
-    assert [trajectory.finish for trajectory in taken] == [FinishReason.ANSWERED] * 2 + [FinishReason.CANCELLED] * 4
+    assert [trajectory.finish_reason for trajectory in taken] == [FinishReason.ANSWERED] * 2 + [
+        FinishReason.CANCELLED
+    ] * 4
     assert not any(trajectory.trainable for trajectory in taken[2:])
     assert (state.waiting, state.cancelled, state.unclaimed) == (0, 4, 0)
 
@@ -137,7 +139,7 @@ def test_a_cancelled_group_ends_gives_back_what_it_had_and_leaves_the_others_alo
             return found, asyncio.get_running_loop().time()
 
     found, took = in_virtual_time(scene, tmp_path)
-    ends = {trajectory.rollout_id: trajectory.finish for trajectory in found}
+    ends = {trajectory.rollout_id: trajectory.finish_reason for trajectory in found}
     assert [ends.pop(f"b-0.{attempt}") for attempt in range(3)] == [FinishReason.CANCELLED] * 3
     assert set(ends.values()) == {FinishReason.ANSWERED}
     assert len(ends) == 6
@@ -200,7 +202,7 @@ def test_a_cancelled_group_does_not_count_as_one_that_is_enough(tmp_path):
     async def scene(runner):
         async with runner.batch(tasks(60, 1, 2), label="b") as batch:
             batch.cancel_group("b-0")
-            return [(trajectory.group_id, trajectory.finish) for trajectory in await batch.take(groups=2)]
+            return [(trajectory.group_id, trajectory.finish_reason) for trajectory in await batch.take(groups=2)]
 
     found = in_virtual_time(scene, tmp_path)
     assert found == [("b-0", "cancelled"), ("b-1", "answered"), ("b-2", "answered")]
@@ -280,7 +282,7 @@ def test_a_tool_that_takes_no_notice_of_being_cancelled_does_not_keep_the_others
         async with Runner(agent, policy=policy) as runner, runner.batch(tasks(1), label="b") as batch:
             await asyncio.sleep(1)
             await batch.cancel()
-            return [(t.rollout_id, t.finish) async for t in batch], asyncio.get_running_loop().time()
+            return [(t.rollout_id, t.finish_reason) async for t in batch], asyncio.get_running_loop().time()
 
     found, took = run_in_virtual_time(main())
     assert found == [("b-0.0", "cancelled")]
@@ -330,7 +332,7 @@ def test_thirty_of_thirty_two_rollouts_are_kept_where_one_raises_and_one_breaks_
                 raise RuntimeError("the sampler broke")
             return await super().generate(prompt_ids, sampling, rollout_id=rollout_id, images=images)
 
-    finish, calls = TokenTurnGenerator.finish, itertools.count()
+    finish, calls = TokenTurnGenerator.finish_reason, itertools.count()
 
     def break_once(speaker):
         if next(calls) == 20:
@@ -344,7 +346,7 @@ def test_thirty_of_thirty_two_rollouts_are_kept_where_one_raises_and_one_breaks_
 
     found = in_virtual_time(scene, tmp_path, policy=Policy(TURNS))
     failures = [trajectory.failure for trajectory in found if trajectory.failure]
-    assert [trajectory.finish for trajectory in found].count(FinishReason.ANSWERED) == 30
+    assert [trajectory.finish_reason for trajectory in found].count(FinishReason.ANSWERED) == 30
     assert {failure.message for failure in failures} == {"the sampler broke", "tokens cannot be merged"}
     assert all("Traceback" in failure.traceback and "test_batch.py" in failure.traceback for failure in failures)
 
@@ -360,7 +362,7 @@ def test_what_breaks_outside_a_rollouts_own_care_ends_it_alone(tmp_path, error):
         return await runner.collect(tasks(1, 1, 1, 1), label="b")
 
     found = in_virtual_time(scene, tmp_path, policy=Forgetful(TURNS))
-    assert [trajectory.finish for trajectory in found] == ["answered", "failed", "answered", "answered"]
+    assert [trajectory.finish_reason for trajectory in found] == ["answered", "failed", "answered", "answered"]
     assert found[1].failure.kind == type(error).__name__
     assert not found[1].trainable
 

@@ -84,8 +84,8 @@ class History:
 
     def take(self, trajectories):
         for trajectory in trajectories:
-            assert trajectory.finish is not None
-            assert trajectory.reward is None or trajectory.finish != "cancelled"
+            assert trajectory.finish_reason is not None
+            assert trajectory.reward is None or trajectory.finish_reason != "cancelled"
             self.taken[trajectory.rollout_id] += 1
 
 
@@ -128,7 +128,7 @@ def test_each_rollout_is_handed_out_once_at_most_and_ends_with_everything_given_
                 events=events,
                 reward=ranked if seed % 2 else None,
                 max_concurrent_rollouts=5,
-                max_failure_share=1.0,
+                max_failure_rate=1.0,
             )
             with events.subscribed(watch):
                 async with runner:

@@ -99,7 +99,7 @@ def test_whoever_swallows_a_cancellation_the_rollout_is_cancelled_and_has_no_rew
             return await batch.take(0, rest="cancel") if how == "take" else [one async for one in batch]
 
     trajectories = run_in_virtual_time(main())
-    assert [trajectory.finish for trajectory in trajectories] == [FinishReason.CANCELLED] * 4
+    assert [trajectory.finish_reason for trajectory in trajectories] == [FinishReason.CANCELLED] * 4
     assert {trajectory.reward for trajectory in trajectories} == {None}
     if who == "a tool":
         assert {len(trajectory.turns) for trajectory in trajectories} == {1}  # and nothing more was sampled
@@ -138,8 +138,8 @@ def test_a_cancelled_group_that_takes_no_notice_is_handed_out_in_bounded_time_an
             with events.subscribed(lambda event: ended.append(event) if isinstance(event, RolloutFinished) else None):
                 await asyncio.sleep(1)
                 batch.cancel_group("r-0")
-                found = [(one.rollout_id, one.finish) async for one in batch]
-                return found, [(one.rollout_id, one.finish) for one in ended], asyncio.get_running_loop().time()
+                found = [(one.rollout_id, one.finish_reason) async for one in batch]
+                return found, [(one.rollout_id, one.finish_reason) for one in ended], asyncio.get_running_loop().time()
 
     found, told, took = run_in_virtual_time(main())
     assert found == told == [("r-0.0", "cancelled"), ("r-1.0", "answered")]
@@ -171,7 +171,7 @@ def test_the_end_of_the_event_loop_does_not_wait_for_a_rollout_that_takes_no_not
 
     [trajectory] = asyncio.run(main())
     over = True
-    assert trajectory.finish is FinishReason.CANCELLED
+    assert trajectory.finish_reason is FinishReason.CANCELLED
     assert noticed == 1
 
 
@@ -191,5 +191,5 @@ def test_a_rollout_that_had_ended_before_the_cancellation_keeps_what_it_earned()
             await asyncio.sleep(10)
             return await batch.take(0, rest="cancel")
 
-    found = [(one.rollout_id, one.finish, one.reward) for one in run_in_virtual_time(main())]
+    found = [(one.rollout_id, one.finish_reason, one.reward) for one in run_in_virtual_time(main())]
     assert found == [("r-0.0", "answered", 1.0), ("r-1.0", "cancelled", None)]

@@ -303,7 +303,7 @@ class Player:
             max_turns=4,
             max_consecutive_invalid_calls=10,
         )
-        self._runner = af.Runner(agent, policy=self.policy, strategy=strategy, max_failure_share=1.0)
+        self._runner = af.Runner(agent, policy=self.policy, strategy=strategy, max_failure_rate=1.0)
         self._loop = asyncio.Runner()
 
     def __enter__(self) -> Player:
@@ -420,14 +420,14 @@ def rolled_out(history: str, strategy: str, said: str, told: str) -> Trajectory:
 @histories
 def test_what_follows_a_turn_goes_on_although_the_template_refuses_the_turn(history):
     trajectory = rolled_out(history, "chain", "unspeakable", "a file")
-    assert (trajectory.finish, trajectory.failure, trajectory.reward) == ("answered", None, 2.0)
+    assert (trajectory.finish_reason, trajectory.failure, trajectory.reward) == ("answered", None, 2.0)
 
 
 @histories
 def test_a_rollout_whose_model_says_what_cannot_be_written_again_ends_with_that_and_is_scored(history):
     trajectory = rolled_out(history, "step", "unspeakable", "a file")
     assert trajectory.failure is not None
-    assert (trajectory.finish, trajectory.failure.kind) == ("failed", "ConversationRefused")
+    assert (trajectory.finish_reason, trajectory.failure.kind) == ("failed", "ConversationRefused")
     assert "cannot go on" in trajectory.failure.message
     assert "that is not said here" in trajectory.failure.message
     assert not trajectory.infrastructure_failed

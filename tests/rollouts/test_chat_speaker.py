@@ -62,7 +62,7 @@ async def play(far_side, **settings):
 async def test_the_far_side_gets_the_tools_and_the_conversation_and_its_calls_are_executed():
     far_side = FarSide(call("x"), words("It is 3."))
     trajectory = await play(far_side)
-    assert (trajectory.finish, trajectory.response) == (FinishReason.ANSWERED, "It is 3.")
+    assert (trajectory.finish_reason, trajectory.response) == (FinishReason.ANSWERED, "It is 3.")
     (_, tools, _), (messages, _, _) = far_side.asked
     assert [one["function"]["name"] for one in tools] == ["add"]
     assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
@@ -72,7 +72,7 @@ async def test_the_far_side_gets_the_tools_and_the_conversation_and_its_calls_ar
 async def test_a_text_format_reads_the_calls_where_the_far_side_does_not():
     far_side = FarSide(words(HermesFormat().write("add", {"a": 2, "b": 2})), words("4"))
     trajectory = await play(far_side, tool_call_format="hermes")
-    assert trajectory.turns[0].results[0].observation == "4"
+    assert trajectory.turns[0].tool_results[0].observation == "4"
     assert far_side.asked[0][1] == []
     assert "<tools>" in far_side.asked[0][0][0]["content"]
 
@@ -80,7 +80,7 @@ async def test_a_text_format_reads_the_calls_where_the_far_side_does_not():
 async def test_calls_with_repeated_or_missing_ids_get_their_own():
     repeated = ChatGeneration("", tuple(ToolCall(name, "add", {"a": 1, "b": 1}) for name in ("x", "x", "")), "stop")
     trajectory = await play(FarSide(repeated, call("x"), words("done")))
-    ids = [result.call.id for turn in trajectory.turns for result in turn.results]
+    ids = [result.call.id for turn in trajectory.turns for result in turn.tool_results]
     assert ids[0] == "x"
     assert len(set(ids)) == 4
     assert all(ids)
@@ -89,13 +89,13 @@ async def test_calls_with_repeated_or_missing_ids_get_their_own():
 async def test_a_cut_answer_makes_no_calls_and_ends_as_length():
     cut = ChatGeneration("", (ToolCall("x", "add", {"a": 1, "b": 2}),), "length")
     trajectory = await play(FarSide(cut))
-    assert trajectory.finish is FinishReason.LENGTH
-    assert trajectory.turns[0].results == ()
+    assert trajectory.finish_reason is FinishReason.LENGTH
+    assert trajectory.turns[0].tool_results == ()
 
 
 async def test_a_conversation_too_long_for_the_far_side_ends_as_length():
     trajectory = await play(FarSide(call("x"), PromptTooLong("no room")))
-    assert trajectory.finish is FinishReason.LENGTH
+    assert trajectory.finish_reason is FinishReason.LENGTH
     assert len(trajectory.turns) == 1
 
 
@@ -131,7 +131,7 @@ async def test_limits_on_tokens_hold_where_the_far_side_tells_them():
     told = {"prompt_ids": [1] * 60, "ids": [3] * 30, "logprobs": [-0.1] * 30}
     far_side = FarSide(call("x", **told), words("never said"))
     trajectory = await play(far_side, max_tokens_per_turn=30, max_sampled_tokens=30)
-    assert trajectory.finish is FinishReason.LENGTH
+    assert trajectory.finish_reason is FinishReason.LENGTH
     assert len(far_side.asked) == 1
     far_side = FarSide(call("x", **told), words("short"))
     await play(far_side, max_tokens_per_turn=30, max_sequence_tokens=100)

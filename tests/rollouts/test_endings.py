@@ -60,7 +60,7 @@ async def test_a_turn_ends_where_transformers_ends_it(tmp_path):
     async with policy:
         [after] = (await af.run(AGENT, [ASKED], policy=policy)).trajectories
     assert list(after.sequences[0].ids) == expected
-    assert after.turns[0].stopped
+    assert after.turns[0].ended_by_model
 
 
 END, OTHER_END = 257, 259

@@ -120,7 +120,7 @@ async def rolled_out(place, error, tmp_path):
     agent, policy, score, _ = places(error)[place]
     async with (
         ResourceEngine(ledger=tmp_path) as engine,
-        Runner(agent, policy=policy, engine=engine, reward=score, max_failure_share=1.0) as runner,
+        Runner(agent, policy=policy, engine=engine, reward=score, max_failure_rate=1.0) as runner,
         runner.batch([Task("a"), Task("b")]) as batch,
     ):
         found = []
@@ -139,11 +139,11 @@ async def test_a_run_goes_on_whatever_users_code_raises(place, error, tmp_path):
     outcome = places(error)[place][-1]
     for trajectory in await rolled_out(place, error, tmp_path):
         failures = [one.kind for one in (trajectory.failure, trajectory.reward_failure) if one is not None]
-        assert trajectory.finish == ("failed" if outcome == "failed" else "answered")
+        assert trajectory.finish_reason == ("failed" if outcome == "failed" else "answered")
         assert len(failures) == (outcome in ("failed", "unscored"))
         assert trajectory.infrastructure_failed == bool(failures)
         if outcome == "told":
-            assert trajectory.turns[0].results[0].observation.startswith(f"Error: {error.__name__}")
+            assert trajectory.turns[0].tool_results[0].observation.startswith(f"Error: {error.__name__}")
 
 
 @pytest.mark.parametrize("place", places(Exception))
@@ -167,4 +167,4 @@ def ctrl_c(request):
 @pytest.mark.parametrize("place", places(Exception))
 def test_where_ctrl_c_is_handled_an_interruption_that_users_code_raises_is_its_failure(place, tmp_path):
     for trajectory in signals.run_until_signal(rolled_out(place, KeyboardInterrupt, tmp_path)):
-        assert trajectory.finish in ("answered", "failed")
+        assert trajectory.finish_reason in ("answered", "failed")

@@ -72,7 +72,7 @@ async def test_an_attempt_that_infrastructure_spoils_shifts_no_score_to_its_sibl
 
     result = await run(AGENT, ["a"], reward=by_attempt, attempts=4, policy=Faulty(["hello"]))
     assert result.rewards == [0.0, None, 2.0, 3.0]
-    assert result.trajectories[1].finish is FinishReason.FAILED
+    assert result.trajectories[1].finish_reason is FinishReason.FAILED
 
 
 async def test_what_comes_first_sees_what_the_agent_left_and_the_group_sees_its_scores():
@@ -120,7 +120,7 @@ async def test_a_group_that_is_cut_off_is_unscored_though_its_attempts_were_look
             await one_ended.wait()
             await batch.cancel()
             cut = [one async for one in batch]
-    assert sorted((one.finish, one.reward) for one in cut) == [
+    assert sorted((one.finish_reason, one.reward) for one in cut) == [
         (FinishReason.ANSWERED, None),
         (FinishReason.CANCELLED, None),
     ]
@@ -158,12 +158,12 @@ async def test_groups_that_are_cancelled_while_they_are_scored_are_cancelled_and
             await batch.cancel()
         rest = await batch.take(0, rest="cancel") if how == "take" else []
         taken = [first, *rest, *[one async for one in batch]]
-        assert [(one.rollout_id, one.reward) for one in taken if one.finish is not FinishReason.CANCELLED] == [
+        assert [(one.rollout_id, one.reward) for one in taken if one.finish_reason is not FinishReason.CANCELLED] == [
             ("b-0.0", 1.0),
             ("b-0.1", 1.0),
         ]
         assert len(taken) == 8
-        cut = [one for one in taken if one.finish is FinishReason.CANCELLED]
+        cut = [one for one in taken if one.finish_reason is FinishReason.CANCELLED]
         assert not any(one.infrastructure_failed or one.reward is not None for one in cut)
         assert (batch.progress.cancelled, batch.progress.unclaimed) == (6, 0)
 

@@ -90,7 +90,7 @@ def agent() -> af.Agent:
 async def test_images_of_the_task_and_of_tools_reach_the_policy_in_their_places(agent: af.Agent) -> None:
     policy = Seen([call(agent), "two pictures"])
     trajectory = await rollout(policy, af.Task([with_images(image(9), image(5))]))
-    assert trajectory.finish is FinishReason.ANSWERED
+    assert trajectory.finish_reason is FinishReason.ANSWERED
     assert [len(images) for _, images in policy.sent] == [2, 3]
     for ids, images in policy.sent:
         require_both_or_neither(ids, images)
@@ -113,7 +113,7 @@ async def test_an_observation_that_does_not_fit_is_cut_with_its_image_or_before_
     assert len(sequence) <= limit
     assert sequence.ids == whole.sequences[0].ids[: len(sequence)]
     if len(whole.sequences[0]) > limit:
-        assert trajectory.finish is FinishReason.LENGTH
+        assert trajectory.finish_reason is FinishReason.LENGTH
 
 
 async def test_nothing_is_sampled_after_an_observation_whose_image_was_left_out(agent: af.Agent) -> None:
@@ -137,7 +137,7 @@ async def test_the_output_limit_of_a_tool_cuts_text_and_keeps_image_and_placehol
     agent = af.Agent(model="m", tools=[photograph])
     policy = Seen([call(agent), "done"])
     [trajectory] = (await af.run(agent, ["go"], policy=policy)).trajectories
-    [record] = trajectory.turns[0].results
+    [record] = trajectory.turns[0].tool_results
     assert "left out" in record.observation
     assert record.images == (image(20),)
     require_both_or_neither(*policy.sent[1])

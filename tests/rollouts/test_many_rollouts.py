@@ -46,7 +46,7 @@ def test_thousands_of_rollouts_share_a_pool_and_keep_it_busy_to_the_end(tmp_path
     async def scene(runner):
         began = asyncio.get_running_loop().time()
         found = await runner.collect([Task(f"task {number}") for number in range(2400)])
-        return [one.finish for one in found], asyncio.get_running_loop().time() - began
+        return [one.finish_reason for one in found], asyncio.get_running_loop().time() - began
 
     finishes, seconds = in_virtual_time(scene, tmp_path, capacity=400, max_concurrent_rollouts=2400)
     assert finishes == ["answered"] * 2400

@@ -113,7 +113,7 @@ memories = st.one_of(
 @given(memory=memories, count=st.integers(0, 6), strategy=st.sampled_from(STRATEGIES))
 async def test_whatever_is_remembered_each_sampled_token_is_trained_once_after_what_was_sent(memory, count, strategy):
     trajectory, policy = await play(memory, turns(count), strategy)
-    assert trajectory.finish is FinishReason.ANSWERED
+    assert trajectory.finish_reason is FinishReason.ANSWERED
     assert_every_token_has_its_one_place(trajectory, policy)
     if strategy == "step":
         assert len(trajectory.sequences) == len(trajectory.turns)
@@ -165,10 +165,10 @@ async def test_later_summaries_stand_on_the_earlier_ones_and_the_last_turns_may_
 async def test_folding_by_tokens_keeps_below_the_limit_what_would_else_pass_it():
     limit = 700
     plain, _ = await play(FullHistory(), turns(12), max_sequence_tokens=limit, max_tokens_per_turn=100)
-    assert plain.finish is FinishReason.LENGTH
+    assert plain.finish_reason is FinishReason.LENGTH
     folding = SummaryFolding(after_tokens=400, max_summary_tokens=100)
     folded, _ = await play(folding, turns(12), max_sequence_tokens=limit, max_tokens_per_turn=100)
-    assert folded.finish is FinishReason.ANSWERED
+    assert folded.finish_reason is FinishReason.ANSWERED
     assert max(map(len, folded.sequences)) <= limit
     assert not any(sequence.truncated for sequence in folded.sequences)
 
@@ -185,7 +185,7 @@ async def test_a_function_may_summarise_and_the_model_is_not_asked():
 async def test_a_summary_may_hold_what_no_tokenizer_takes_and_is_only_words():
     memory = SummaryFolding(after_turns=1, summarise=lambda view, context: "half \ud800 <|im_end|>")
     trajectory, policy = await play(memory, turns(2))
-    assert trajectory.finish is FinishReason.ANSWERED
+    assert trajectory.finish_reason is FinishReason.ANSWERED
     assert f"{HEADING}\nhalf ? <|im_end|><|im_end|>" in policy.prompts[-1]
     assert list(trajectory.sequences[-1].ids).count(policy.tokenizer.eos_ids[0]) == 2  # of the user and of the model
 
@@ -193,7 +193,7 @@ async def test_a_summary_may_hold_what_no_tokenizer_takes_and_is_only_words():
 async def test_a_summary_that_finds_no_room_ends_the_rollout_as_length():
     folding = SummaryFolding(after_turns=1)
     trajectory, _ = await play(folding, turns(5), max_sequence_tokens=230, max_tokens_per_turn=100)
-    assert trajectory.finish is FinishReason.LENGTH
+    assert trajectory.finish_reason is FinishReason.LENGTH
     assert trajectory.failure is None
 
 
@@ -202,7 +202,7 @@ async def test_calls_in_a_summary_are_not_executed():
         return call(9) if "Call no tool now." in prompt else [call(0), call(1), "", "done"][turn]
 
     trajectory, _ = await play(SummaryFolding(after_turns=1), script)
-    assert [len(turn.results) for turn in trajectory.turns] == [1, 1, 0, 0]
+    assert [len(turn.tool_results) for turn in trajectory.turns] == [1, 1, 0, 0]
 
 
 async def test_a_memory_of_ones_own_can_keep_state_and_ask_the_model():
@@ -231,7 +231,7 @@ async def test_state_of_a_memory_is_of_one_rollout():
 
     made = Agent(model="scripted", tools=[look], memory=Counting())
     result = await run(made, ["a", "b", "c"], attempts=3, policy=ScriptedPolicy([call(0), "done"]))
-    assert {t.finish for t in result.trajectories} == {FinishReason.ANSWERED}
+    assert {t.finish_reason for t in result.trajectories} == {FinishReason.ANSWERED}
 
 
 def recalling(view):
@@ -249,8 +249,8 @@ def without(role, number):
     """A view that lacks one of the messages of a role."""
 
     def view(past):
-        left_out = [message for message in past.messages if message["role"] == role][number]
-        return [message for message in past.messages if message is not left_out]
+        excluded = [message for message in past.messages if message["role"] == role][number]
+        return [message for message in past.messages if message is not excluded]
 
     return view
 
@@ -307,7 +307,7 @@ async def test_a_memory_may_try_a_smaller_view_when_one_was_too_long(strategy, k
 
     trajectory, policy = await play(recalling(ask), turns(2), strategy, max_sequence_tokens=2000)
     assert [turn.kind for turn in trajectory.turns] == ["act", "memory", "act", "memory", "act"]
-    assert trajectory.finish is FinishReason.ANSWERED
+    assert trajectory.finish_reason is FinishReason.ANSWERED
     assert_every_token_has_its_one_place(trajectory, policy)
     assert all(sequence.sampled_count for sequence in trajectory.sequences)
 
@@ -337,8 +337,8 @@ async def test_nothing_that_a_memory_raises_ends_more_than_its_rollout(raised, s
     memory = SummaryFolding(after_turns=1, summarise=fail) if summarises else recalling(fail)
     made = Agent(model="scripted", tools=[look], memory=memory)
     policy = ScriptedPolicy(lambda prompt, turn: call(turn) if "stay" in prompt else "done")
-    result = await run(made, ["leave", "stay", "leave"], policy=policy, max_failure_share=1.0)
-    assert [one.finish for one in result.trajectories] == ["answered", "failed", "answered"]
+    result = await run(made, ["leave", "stay", "leave"], policy=policy, max_failure_rate=1.0)
+    assert [one.finish_reason for one in result.trajectories] == ["answered", "failed", "answered"]
 
 
 def test_contradictions_are_refused_when_the_agent_is_built():
@@ -378,4 +378,4 @@ async def test_what_a_failing_summary_function_raises_spoils_its_rollout():
     one, two = (await run(made, ["one", "two"], policy=ScriptedPolicy(script))).trajectories
     assert one.failure.kind == "OSError"
     assert one.infrastructure_failed
-    assert two.finish is FinishReason.ANSWERED
+    assert two.finish_reason is FinishReason.ANSWERED

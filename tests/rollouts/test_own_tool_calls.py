@@ -43,7 +43,7 @@ async def test_the_model_s_own_format_reads_the_calls_and_the_template_writes_th
     script = [HermesFormat().write("add", {"a": 1, "b": 2}), "It is 3."]
     result = await run(agent(), ["What is 1 + 2?"], policy=policy(script, SpeakingHermes()))
     (trajectory,) = result.trajectories
-    assert trajectory.finish == "answered"
+    assert trajectory.finish_reason == "answered"
     question, call, answer, end = trajectory.messages
     assert (question["role"], call["content"], answer["content"], end["content"]) == ("user", "", "3", "It is 3.")
     assert [one["function"] for one in call["tool_calls"]] == [{"name": "add", "arguments": {"a": 1, "b": 2}}]

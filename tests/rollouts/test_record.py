@@ -402,7 +402,9 @@ async def test_another_process_gets_the_file_only_once_it_is_in_its_final_place(
     async with record.opened({}, {}):
         for number in (1, 0):
             group = AttemptGroup(f"run-{number}", TASKS[number], 1, 0)
-            trajectory = Trajectory(f"run-{number}.0", f"run-{number}", TASKS[number], finish=FinishReason.ANSWERED)
+            trajectory = Trajectory(
+                f"run-{number}.0", f"run-{number}", TASKS[number], finish_reason=FinishReason.ANSWERED
+            )
             if not failing:
                 await record.append(group, [trajectory], scored=True)
     assert gone == [True]

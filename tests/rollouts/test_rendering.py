@@ -148,9 +148,11 @@ async def test_the_calls_and_thoughts_that_an_endpoint_told_apart_are_written_as
             lambda one: replace(
                 one,
                 turns=[
-                    replace(turn, text="look(tea)", results=[replace(r, call=ToolCall("c", "look", {"item": "tea"}))])
+                    replace(
+                        turn, text="look(tea)", tool_results=[replace(r, call=ToolCall("c", "look", {"item": "tea"}))]
+                    )
                     for turn in one.turns
-                    for r in turn.results
+                    for r in turn.tool_results
                 ],
             ),
         ),

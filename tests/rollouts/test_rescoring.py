@@ -82,7 +82,7 @@ async def test_attempts_at_a_task_are_ranked_together(stored):
 async def test_what_cannot_be_scored_is_unscored_and_counted_by_cause(stored):
     world = FakeBackend()
     box = FakeSpec(world=world, name="box")
-    stored[0].failure, stored[0].finish = Failure.of(OSError("disk"), Boundary.MACHINE), FinishReason.FAILED
+    stored[0].failure, stored[0].finish_reason = Failure.of(OSError("disk"), Boundary.MACHINE), FinishReason.FAILED
     stored[0].reward = None
     stored[1].turns.clear()
 

@@ -49,7 +49,7 @@ async def test_a_rollouts_instance_is_frozen_while_the_model_thinks_and_runs_for
     agent = agent_using(FakeSpec(world=world, idle="freeze", idle_timeout_s=None))
     async with ResourceEngine(ledger=tmp_path) as engine:
         result = await run(agent, ["Go."], policy=ScriptedPolicy(SCRIPT, seconds=0.3), engine=engine)
-    assert [call.observation for turn in result.trajectories[0].turns for call in turn.results] == ["done", "done"]
+    assert [call.observation for turn in result.trajectories[0].turns for call in turn.tool_results] == ["done", "done"]
     done = [operation for operation, _ in world.history if operation in ("use", "freeze", "thaw")]
     assert done[:7] == ["use", "use", "freeze", "thaw", "use", "use", "freeze"]
 
@@ -71,7 +71,7 @@ async def test_a_run_says_how_many_resources_may_start_at_once(tmp_path, monkeyp
         starting[:] = 0, 0
         agent = agent_using(FakeSpec(world=FakeBackend(behave), capacity=6))
         result = await run(agent, ["Go."] * 6, policy=ScriptedPolicy(SCRIPT), **settings)
-        assert [trajectory.finish for trajectory in result.trajectories] == ["answered"] * 6
+        assert [trajectory.finish_reason for trajectory in result.trajectories] == ["answered"] * 6
         assert starting == [0, most]
 
 

@@ -76,10 +76,10 @@ async def play(script, prompt="go", *, reward=None, settings=None, **runner):
 
 async def test_a_tool_answers_and_the_next_turn_continues_the_same_ids():
     trajectory = await play([call("add", a=2, b=3), "It is 5."])
-    assert trajectory.finish is FinishReason.ANSWERED
+    assert trajectory.finish_reason is FinishReason.ANSWERED
     assert trajectory.response == "It is 5."
     assert [m["role"] for m in trajectory.messages] == ["system", "user", "assistant", "tool", "assistant"]
-    assert trajectory.turns[0].results[0].observation == "5"
+    assert trajectory.turns[0].tool_results[0].observation == "5"
     [sequence] = trajectory.sequences
     assert [span.origin for span in sequence.spans] == [
         Origin.PROMPT,
@@ -124,23 +124,23 @@ async def test_parallel_calls_run_at_the_same_time_and_answer_in_order():
 
     script = ["".join(call("meet", who=who) for who in "abc"), "done"]
     result = await run(Agent(model="scripted", tools=[meet]), ["go"], policy=ScriptedPolicy(script))
-    records = result.trajectories[0].turns[0].results
+    records = result.trajectories[0].turns[0].tool_results
     assert [record.observation for record in records] == ["a", "b", "c"]
     assert len({record.call.id for record in records}) == 3
 
 
 async def test_an_unknown_tool_becomes_an_observation_that_lists_the_tools():
     trajectory = await play([call("solve"), call("add", a=1, b=2), "3"])
-    observation = trajectory.turns[0].results[0].observation
+    observation = trajectory.turns[0].tool_results[0].observation
     assert "solve" in observation
     assert "add" in observation
-    assert trajectory.finish is FinishReason.ANSWERED
+    assert trajectory.finish_reason is FinishReason.ANSWERED
 
 
 async def test_too_many_invalid_calls_in_a_row_end_the_rollout_and_the_reward_can_see_it():
     @reward
     def seen(trajectory) -> float:
-        return float(trajectory.finish is FinishReason.INVALID_CALLS)
+        return float(trajectory.finish_reason is FinishReason.INVALID_CALLS)
 
     trajectory = await play(
         [call("solve")] * 6, reward=seen, settings={"max_consecutive_invalid_calls": 4, "max_turns": 10}
@@ -152,23 +152,23 @@ async def test_too_many_invalid_calls_in_a_row_end_the_rollout_and_the_reward_ca
 async def test_too_many_invalid_calls_in_a_row_count_also_where_a_valid_one_follows_in_their_turn():
     script = [call("solve") + call("add", a=1) + call("add", a=1, b=2), "end"]
     trajectory = await play(script, settings={"max_consecutive_invalid_calls": 2})
-    assert trajectory.finish is FinishReason.INVALID_CALLS
-    assert [record.observation for record in trajectory.turns[0].results][-1] == "3"
+    assert trajectory.finish_reason is FinishReason.INVALID_CALLS
+    assert [record.observation for record in trajectory.turns[0].tool_results][-1] == "3"
 
 
 async def test_a_valid_call_starts_the_count_of_invalid_ones_anew():
     script = [call("solve"), call("add", a=1, b=2), call("solve"), "end"]
     trajectory = await play(script, settings={"max_consecutive_invalid_calls": 2})
-    assert trajectory.finish is FinishReason.ANSWERED
+    assert trajectory.finish_reason is FinishReason.ANSWERED
 
 
 @pytest.mark.parametrize(("how", "said"), [("tool", "out of reach"), ("code", "ZeroDivisionError")])
 async def test_an_error_in_a_tool_becomes_its_observation_and_the_rollout_goes_on(how, said):
     trajectory = await play([call("fail", how=how), "sorry"])
-    record = trajectory.turns[0].results[0]
+    record = trajectory.turns[0].tool_results[0]
     assert said in record.observation
     assert record.failure.by_policy
-    assert trajectory.finish is FinishReason.ANSWERED
+    assert trajectory.finish_reason is FinishReason.ANSWERED
     assert not trajectory.infrastructure_failed
 
 
@@ -181,7 +181,7 @@ async def test_infrastructure_failing_in_a_tool_ends_the_rollout_unscored():
     script = lambda prompt, turn: call("fail", how="infrastructure") if "broken" in prompt else [sound, "2"][turn]  # noqa: E731
     result = await run(agent(), ["broken", "sound"], reward=generous, policy=ScriptedPolicy(script))
     broken, fine = result.trajectories
-    assert broken.finish is FinishReason.FAILED
+    assert broken.finish_reason is FinishReason.FAILED
     assert broken.failure.boundary is Boundary.RESOURCE
     assert "no disk space" in broken.failure.traceback
     assert broken.reward is None
@@ -208,14 +208,14 @@ async def test_a_call_cut_by_the_token_limit_is_not_executed():
     for max_tokens in (len(full) - 15, len(full)):
         cut = Agent(model="scripted", tools=[write], max_tokens_per_turn=max_tokens)
         result = await run(cut, ["go"], policy=ScriptedPolicy([full], limited=True))
-        assert result.trajectories[0].finish is FinishReason.LENGTH
-        assert not result.trajectories[0].turns[0].stopped
+        assert result.trajectories[0].finish_reason is FinishReason.LENGTH
+        assert not result.trajectories[0].turns[0].ended_by_model
     assert ran == []
 
 
 async def test_a_tool_that_says_done_ends_the_rollout_and_its_reward_is_the_score_without_another():
     trajectory = await play([call("finish")])
-    assert trajectory.finish is FinishReason.DONE
+    assert trajectory.finish_reason is FinishReason.DONE
     assert trajectory.reward == 0.25
 
 
@@ -225,13 +225,13 @@ async def test_a_tool_that_says_done_ends_the_rollout_and_its_reward_is_the_scor
 )
 async def test_limits_on_turns_and_calls_end_the_rollout(settings, reason, turns):
     trajectory = await play([call("add", a=1, b=1)] * 9, settings=settings)
-    assert trajectory.finish is reason
+    assert trajectory.finish_reason is reason
     assert len(trajectory.turns) == turns
 
 
 async def test_the_last_call_that_is_allowed_can_still_be_answered_in_words():
     trajectory = await play([call("add", a=1, b=1), "It is 2."], settings={"max_tool_calls": 1})
-    assert (trajectory.finish, trajectory.response) == (FinishReason.ANSWERED, "It is 2.")
+    assert (trajectory.finish_reason, trajectory.response) == (FinishReason.ANSWERED, "It is 2.")
 
 
 async def test_a_finished_rollout_ends_with_what_was_sampled():
@@ -243,8 +243,8 @@ async def test_a_finished_rollout_ends_with_what_was_sampled():
 
 async def test_calls_beyond_the_limit_of_one_turn_are_answered_but_not_executed():
     trajectory = await play([call("add", a=1, b=1) * 3], settings={"max_tool_calls": 2})
-    assert [r.observation for r in trajectory.turns[0].results[:2]] == ["2", "2"]
-    assert "not executed" in trajectory.turns[0].results[2].observation
+    assert [r.observation for r in trajectory.turns[0].tool_results[:2]] == ["2", "2"]
+    assert "not executed" in trajectory.turns[0].tool_results[2].observation
 
 
 async def test_a_policy_that_would_end_the_process_fails_the_rollout_that_asked_it():
@@ -254,9 +254,9 @@ async def test_a_policy_that_would_end_the_process_fails_the_rollout_that_asked_
         return "done"
 
     result = await run(
-        Agent(model="scripted"), ["stay", "leave", "stay"], policy=ScriptedPolicy(script), max_failure_share=1.0
+        Agent(model="scripted"), ["stay", "leave", "stay"], policy=ScriptedPolicy(script), max_failure_rate=1.0
     )
-    assert [one.finish for one in result.trajectories] == ["answered", "failed", "answered"]
+    assert [one.finish_reason for one in result.trajectories] == ["answered", "failed", "answered"]
     assert result.trajectories[1].failure.kind == "SystemExit"
 
 
@@ -273,8 +273,8 @@ async def test_a_tool_that_takes_no_notice_of_the_end_of_time_does_not_prolong_t
     policy = ScriptedPolicy([call("stubborn"), call("stubborn"), "done"])
     result = await run(agent, ["go"], policy=policy)
     (trajectory,) = result.trajectories
-    assert trajectory.finish is FinishReason.WALL_TIME
-    assert [record.observation for record in trajectory.turns[-1].results] == ["awake"]
+    assert trajectory.finish_reason is FinishReason.WALL_TIME
+    assert [record.observation for record in trajectory.turns[-1].tool_results] == ["awake"]
     assert len(trajectory.turns) == 1
 
 
@@ -292,7 +292,7 @@ async def test_a_rollout_that_takes_too_long_ends_for_wall_time_and_is_scored():
     slow = Agent(model="scripted", tools=[sleep], max_wall_seconds=0.05)
     result = await run(slow, ["go"], reward=constant, policy=ScriptedPolicy([call("sleep")]))
     [trajectory] = result.trajectories
-    assert trajectory.finish is FinishReason.WALL_TIME
+    assert trajectory.finish_reason is FinishReason.WALL_TIME
     assert trajectory.reward == 0.5
 
 
@@ -302,7 +302,7 @@ async def test_an_answer_that_leaves_no_room_ends_as_length_and_nothing_more_is_
     result = await run(asked, ["go"], policy=policy)
     [trajectory] = result.trajectories
     assert len(trajectory.turns) == 1
-    assert trajectory.finish is FinishReason.LENGTH
+    assert trajectory.finish_reason is FinishReason.LENGTH
     assert len(trajectory.sequences[0]) == 110
     assert trajectory.sequences[0].truncated
 
@@ -318,7 +318,7 @@ async def test_a_prompt_longer_than_the_context_ends_as_length_without_a_turn():
         prompt="x" * 500,
         settings={"max_sequence_tokens": 600, "max_tokens_per_turn": 9},
     )
-    assert (trajectory.finish, trajectory.turns) == (FinishReason.LENGTH, [])
+    assert (trajectory.finish_reason, trajectory.turns) == (FinishReason.LENGTH, [])
     assert trajectory.reward is None
     assert not trajectory.trainable
 
@@ -393,7 +393,7 @@ async def test_a_tool_that_does_the_unheard_of_leaves_the_other_rollouts_alone(b
     script = lambda prompt, turn: call(bad.name) if "task 3<" in prompt and turn == 0 else "fine"  # noqa: E731
     tasks = [f"task {i}" for i in range(8)]
     result = await run(Agent(model="scripted", tools=[bad]), tasks, policy=ScriptedPolicy(script))
-    assert [t.finish for t in result.trajectories].count(FinishReason.ANSWERED) >= 7
+    assert [t.finish_reason for t in result.trajectories].count(FinishReason.ANSWERED) >= 7
 
 
 @pytest.mark.parametrize("ids", [[*b"a" * 600, END], [*b"ab", END, *b"cd", END]], ids=["too many", "past the end"])
@@ -408,7 +408,7 @@ async def test_a_generation_that_nobody_asked_for_is_refused_and_never_trained(i
     odd, sound = result.trajectories
     assert odd.failure.boundary is Boundary.TOKENS
     assert not odd.trainable
-    assert sound.finish is FinishReason.ANSWERED
+    assert sound.finish_reason is FinishReason.ANSWERED
 
 
 def tensors(values, integers):
@@ -435,14 +435,14 @@ async def test_a_policy_may_return_arrays_and_tensors(kind):
         async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):
             plain = await super().generate(prompt_ids, sampling, rollout_id=rollout_id)
             ids, logprobs = made(list(plain.ids), True), made([-0.5] * len(plain.ids), False)
-            return Generation(ids, logprobs, plain.finish, made([3] * len(plain.ids), True), logprobs)
+            return Generation(ids, logprobs, plain.finish_reason, made([3] * len(plain.ids), True), logprobs)
 
     policy = Numeric([call("add", a=1, b=2), "fine"])
     (plain,) = (
         await run(agent(), ["a"], policy=ScriptedPolicy([call("add", a=1, b=2), "fine"]), label="s")
     ).trajectories
     (found,) = (await run(agent(), ["a"], policy=policy, label="s")).trajectories
-    assert (found.finish, found.failure) == (FinishReason.ANSWERED, None)
+    assert (found.finish_reason, found.failure) == (FinishReason.ANSWERED, None)
     assert [s.ids for s in found.sequences] == [s.ids for s in plain.sequences]
     sampled = [p for p, o in zip(found.sequences[0].logprobs, found.sequences[0].origins, strict=True) if o == 1]
     assert set(sampled) == {-0.5}
@@ -488,9 +488,9 @@ async def test_an_error_with_an_odd_message_is_an_observation_like_any_other(err
 
     result = await run(Agent(model="scripted", tools=[odd]), ["go"], policy=ScriptedPolicy([call("odd"), "end"]))
     [trajectory] = result.trajectories
-    assert trajectory.finish is FinishReason.ANSWERED
-    assert trajectory.turns[0].results[0].failure.by_policy
-    assert trajectory.turns[0].results[0].observation.encode("utf-8")
+    assert trajectory.finish_reason is FinishReason.ANSWERED
+    assert trajectory.turns[0].tool_results[0].failure.by_policy
+    assert trajectory.turns[0].tool_results[0].observation.encode("utf-8")
 
 
 async def test_what_a_tool_says_for_readers_of_the_trajectory_is_recorded():
@@ -500,7 +500,7 @@ async def test_what_a_tool_says_for_readers_of_the_trajectory_is_recorded():
         return ToolResult("a door", state={"at": [1, 2]}, info={"moves": 9})
 
     result = await run(Agent(model="scripted", tools=[look]), ["go"], policy=ScriptedPolicy([call("look"), "end"]))
-    record = result.trajectories[0].turns[0].results[0]
+    record = result.trajectories[0].turns[0].tool_results[0]
     assert (record.state, record.info) == ({"at": [1, 2]}, {"moves": 9})
 
 
@@ -517,7 +517,7 @@ async def test_limits_on_tokens_do_not_bind_a_script_whose_tokens_are_bytes(limi
     asked = agent(**limits)
     script = [call("add", a=2, b=3), "It is 5, and that is all there is to say of it."]
     [trajectory] = (await run(asked, ["go"], policy=ScriptedPolicy(script))).trajectories
-    assert (trajectory.finish, trajectory.response) == (FinishReason.ANSWERED, script[1])
+    assert (trajectory.finish_reason, trajectory.response) == (FinishReason.ANSWERED, script[1])
     assert not any(sequence.truncated for sequence in trajectory.sequences)
 
 
@@ -529,7 +529,7 @@ async def test_what_a_tool_says_to_a_script_is_cut_by_characters_as_where_tokens
 
     asked = Agent(model="scripted", tools=[dump])
     [trajectory] = (await run(asked, ["go"], policy=ScriptedPolicy([call("dump"), "end"]))).trajectories
-    assert trajectory.turns[0].results[0].observation.count("x") == 40
+    assert trajectory.turns[0].tool_results[0].observation.count("x") == 40
 
 
 class Padded(ScriptedPolicy):
@@ -540,7 +540,7 @@ class Padded(ScriptedPolicy):
         if "padding" not in self.tokenizer.decode(prompt_ids):
             return generation
         ids = [generation.ids[0], 300, *generation.ids[1:]]
-        return Generation(ids, [0.0] * len(ids), generation.finish, generation.version)
+        return Generation(ids, [0.0] * len(ids), generation.finish_reason, generation.version)
 
 
 async def test_a_sampled_id_that_no_token_has_spoils_its_rollout_which_is_counted_and_in_no_row():

@@ -43,7 +43,7 @@ async def test_failures_that_come_first_do_not_stop_a_batch_that_is_sound():
     seconds = lambda rollout_id, turn: 0.0 if int(rollout_id[2:-2]) < 8 else 0.05  # noqa: E731
     policy = ScriptedPolicy(script, seconds=seconds)
     result = await run(agent(), [f"task {i}" for i in range(64)], policy=policy, label="s")
-    assert sum(t.finish is FinishReason.ANSWERED for t in result.trajectories) == 56
+    assert sum(t.finish_reason is FinishReason.ANSWERED for t in result.trajectories) == 56
 
 
 async def test_a_single_rollout_that_fails_is_reported_rather_than_returned_empty():
@@ -120,7 +120,7 @@ async def test_a_rollout_that_is_cancelled_twice_is_still_told_to_have_finished(
             await asyncio.sleep(0)
         await asyncio.wait({running})
     assert isinstance(running.exception(), FailureBudgetExceeded)
-    assert [event.finish for event in told if isinstance(event, RolloutFinished)] == [FinishReason.CANCELLED]
+    assert [event.finish_reason for event in told if isinstance(event, RolloutFinished)] == [FinishReason.CANCELLED]
 
 
 @pytest.mark.slow

@@ -15,13 +15,15 @@ LOST = Failure(Boundary.RESOURCE, "ResourceDied", "gone", by_policy=False)
 def attempts(name: str, *rewards: float | None, prompt: str = "go") -> list[Trajectory]:
     task = Task(f"{prompt} {name}", id=name)
     return [
-        Trajectory(f"{name}.{number}", name, task, attempt=number, finish=FinishReason.ANSWERED, reward=reward)
+        Trajectory(f"{name}.{number}", name, task, attempt=number, finish_reason=FinishReason.ANSWERED, reward=reward)
         for number, reward in enumerate(rewards)
     ]
 
 
 def spoiled(name: str, finish: FinishReason, failure: Failure | None, reward: float | None) -> Trajectory:
-    return Trajectory("x", name, Task(f"go {name}", id=name), attempt=9, finish=finish, failure=failure, reward=reward)
+    return Trajectory(
+        "x", name, Task(f"go {name}", id=name), attempt=9, finish_reason=finish, failure=failure, reward=reward
+    )
 
 
 def test_each_task_counts_once_and_attempts_without_a_score_in_nothing():
@@ -85,7 +87,7 @@ def test_pass_hat_k_is_the_chance_that_all_of_k_attempts_succeed():
 def test_nothing_that_counts_gives_no_number():
     board = EvaluationScores.from_trajectories(attempts("a", None))
     assert board.reward() is board.success() is board.pass_at(1) is None
-    assert board.to_json([1])["left_out"] == {"unscored": 1}
+    assert board.to_json([1])["excluded"] == {"unscored": 1}
 
 
 def test_success_is_what_the_reward_says_it_is():

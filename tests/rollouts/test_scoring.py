@@ -75,7 +75,7 @@ async def test_a_response_is_what_was_said_and_thoughts_are_kept_apart_from_it(t
     trajectory = await play([calls(0), sampled], right)
     assert (heard, trajectory.reward) == (["It is 4."], 0.0)
     turn = trajectory.turns[-1]
-    assert (turn.text, turn.said, turn.reasoning) == (sampled, "It is 4.", "4, or 5?")
+    assert (turn.text, turn.visible_text, turn.reasoning) == (sampled, "It is 4.", "4, or 5?")
     save_trajectories([trajectory], tmp_path / "kept.jsonl")
     [kept] = load_trajectories(tmp_path / "kept.jsonl")
     assert kept.response == "It is 4."
@@ -85,7 +85,7 @@ async def test_a_response_is_what_was_said_and_thoughts_are_kept_apart_from_it(t
 async def test_a_reward_that_speaks_of_turns_replaces_what_the_tools_said():
     @reward(per_turn=True)
     def talkative(turn) -> float | None:
-        return float(len(turn.results)) or None
+        return float(len(turn.tool_results)) or None
 
     trajectory = await play([calls(0.5, 0.5), "end"], weighted({talkative: 10}))
     assert trajectory.reward == 20.0
@@ -169,7 +169,7 @@ async def test_what_tools_and_rewards_write_reaches_no_other_attempt_and_no_reco
     twice = HermesFormat().write("take", {}) * 2
     result = await run(agent, [task], reward=scoring, attempts=3, policy=ScriptedPolicy([twice, "end"] * 3))
     for trajectory in result.trajectories:
-        assert [call.observation for call in trajectory.turns[0].results] == ["6", "6"]
+        assert [call.observation for call in trajectory.turns[0].tool_results] == ["6", "6"]
         assert (trajectory.reward, trajectory.metrics) == (9.0, {})
         assert (len(trajectory.turns), len(trajectory.sequences), trajectory.messages[-1]["content"]) == (2, 1, "end")
         assert trajectory.task == Task([{"role": "user", "content": "take"}], {"items": [1, 2, 3]})
@@ -196,13 +196,13 @@ def attempts(*texts):
     task = Task("Which is longest?", {"unit": 2})
     made = []
     for number, text in enumerate(texts):
-        turn = Turn(0, 0, 0, 1, text, stopped=True)
-        made.append(Trajectory(f"g.{number}", "g", task, number, turns=[turn], finish=FinishReason.ANSWERED))
+        turn = Turn(0, 0, 0, 1, text, ended_by_model=True)
+        made.append(Trajectory(f"g.{number}", "g", task, number, turns=[turn], finish_reason=FinishReason.ANSWERED))
     return made
 
 
 def spoil(trajectory):
-    trajectory.finish = FinishReason.FAILED
+    trajectory.finish_reason = FinishReason.FAILED
     trajectory.failure = Failure.of(OSError("no space"), Boundary.MACHINE)
 
 
@@ -225,7 +225,7 @@ async def test_attempts_that_are_not_sound_are_left_out_and_shift_no_score(engin
     broken, first, silent, cancelled, last = attempts("zzzzzz", "a", "", "zzz", "cccc")
     spoil(broken)
     silent.turns.clear()
-    cancelled.finish = FinishReason.CANCELLED
+    cancelled.finish_reason = FinishReason.CANCELLED
     await score_group([broken, first, silent, cancelled, last], longest, engine, EventStream())
     assert [one.reward for one in (broken, first, silent, cancelled, last)] == [None, 0.5, None, None, 2.0]
     assert first.reward_failure is last.reward_failure is silent.reward_failure is None

@@ -165,10 +165,10 @@ def test_an_anchor_knows_no_order_of_keys_and_outlives_a_trip_through_json(value
 async def test_tokens_in_all_are_counted_over_every_sequence(strategy):
     length = len(call("north")) + 1
     [trajectory] = await play([call("north")] * 9, strategy, max_sampled_tokens=2 * length + 5, max_tokens_per_turn=90)
-    assert trajectory.finish is FinishReason.LENGTH
+    assert trajectory.finish_reason is FinishReason.LENGTH
     assert [turn.stop - turn.start for turn in trajectory.turns] == [length, length, 5]
     [exact] = await play([call("north")] * 9, strategy, max_sampled_tokens=2 * length, max_tokens_per_turn=90)
-    assert (exact.finish, len(exact.turns)) == (FinishReason.LENGTH, 2)
+    assert (exact.finish_reason, len(exact.turns)) == (FinishReason.LENGTH, 2)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -183,10 +183,10 @@ async def test_nothing_is_sent_where_nothing_fits(strategy):
     policy = Counting([call("north"), "never said"], limited=True)
     limits = {"max_sequence_tokens": 130, "max_tokens_per_turn": 100}
     [trajectory] = await play(policy, strategy, **limits)
-    assert (trajectory.finish, policy.calls) == (FinishReason.LENGTH, 1)
+    assert (trajectory.finish_reason, policy.calls) == (FinishReason.LENGTH, 1)
     policy = Counting(["never said"], limited=True)
     [trajectory] = await play(policy, strategy, tool_prompt=None, **limits)  # the tools' description is counted
-    assert (trajectory.finish, policy.calls) == (FinishReason.LENGTH, 0)
+    assert (trajectory.finish_reason, policy.calls) == (FinishReason.LENGTH, 0)
 
 
 async def test_a_policy_that_finds_the_prompt_too_long_ends_the_rollout_as_length():
@@ -197,7 +197,7 @@ async def test_a_policy_that_finds_the_prompt_too_long_ends_the_rollout_as_lengt
             return await super().generate(prompt_ids, sampling, rollout_id=rollout_id)
 
     [trajectory] = await play(Short([call("north"), "never said"]))
-    assert (trajectory.finish, len(trajectory.turns)) == (FinishReason.LENGTH, 1)
+    assert (trajectory.finish_reason, len(trajectory.turns)) == (FinishReason.LENGTH, 1)
     assert trajectory.failure is None
 
 
@@ -256,7 +256,7 @@ async def test_images_of_results_reach_the_model_with_the_text():
     shown = trajectory.messages[2]
     assert [part["type"] for part in shown["content"]] == ["text", "image"]
     assert shown["content"][1]["image"] == Image(b"png")
-    assert trajectory.turns[0].results[0].images == (Image(b"png"),)
+    assert trajectory.turns[0].tool_results[0].images == (Image(b"png"),)
 
 
 async def test_a_generation_longer_than_asked_for_is_refused():

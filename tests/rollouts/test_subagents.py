@@ -73,14 +73,14 @@ ASK = call("research", request="the sky's colour")
 async def test_a_subagents_answer_is_the_observation_and_its_turns_stand_in_the_same_trajectory(strategy):
     policy = ScriptedPolicy(script(boss=[ASK, "Blue."], researcher=[call("look", what="sky"), "The sky is blue."]))
     trajectory = await play(boss(research()), policy, strategy=strategy)
-    assert (trajectory.finish, trajectory.response) == (FinishReason.ANSWERED, "Blue.")
+    assert (trajectory.finish_reason, trajectory.response) == (FinishReason.ANSWERED, "Blue.")
     assert [(turn.agent, turn.conversation) for turn in trajectory.turns] == [
         ("", ""),
         ("research", "call_0"),
         ("research", "call_0"),
         ("", ""),
     ]
-    assert trajectory.turns[0].results[0].observation == "The sky is blue."
+    assert trajectory.turns[0].tool_results[0].observation == "The sky is blue."
     assert len(trajectory.sequences) == (2 if strategy == "chain" else 4)
     for turn in trajectory.turns:
         sampled = trajectory.sequences[turn.sequence].ids[turn.start : turn.stop]
@@ -107,7 +107,7 @@ async def test_subagents_called_in_one_turn_work_at_the_same_time_and_answer_in_
     asks = "".join(call("research", request=f"question {number}") for number in range(3))
     policy = ScriptedPolicy(script(boss=[asks, "ok"], researcher=answer))
     trajectory = await play(boss(research()), policy)
-    assert [result.observation for result in trajectory.turns[0].results] == [f"question {n}" for n in range(3)]
+    assert [result.observation for result in trajectory.turns[0].tool_results] == [f"question {n}" for n in range(3)]
     assert set(trajectory.subagents) == {"call_0", "call_1", "call_2"}
     assert len({turn.sequence for turn in trajectory.turns}) == 4
 
@@ -126,7 +126,7 @@ async def test_subagents_have_subagents():
     speakers = [turn.agent for turn in trajectory.turns]
     assert speakers == ["", "middle", "middle/file", "middle", "middle/file", "middle", ""]
     assert set(trajectory.subagents) == {"call_0", "call_0/call_0", "call_0/call_1"}
-    assert trajectory.turns[0].results[0].observation == "both filed"
+    assert trajectory.turns[0].tool_results[0].observation == "both filed"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ async def test_a_subagent_that_ends_for_a_limit_of_its_own_is_a_failed_call_and_
     policy = ScriptedPolicy(script(boss=[ASK, "never mind"], researcher=said or forever), limited=True)
     settings = {"max_tokens_per_turn": 512, **settings}
     trajectory = await play(boss(research(**settings)), policy)
-    record = trajectory.turns[0].results[0]
+    record = trajectory.turns[0].tool_results[0]
     assert reason in record.observation
     assert (record.failure.kind, record.failure.by_policy) == ("SubagentUnfinished", True)
     assert trajectory.response == "never mind"
@@ -171,7 +171,7 @@ async def test_infrastructure_that_fails_in_a_subagent_spoils_the_rollout():
     result = await run(boss(agent), ["broken", "sound"], policy=policy)
     broken, sound = result.trajectories
     assert broken.failure.boundary is Boundary.RESOURCE
-    assert sound.finish is FinishReason.ANSWERED
+    assert sound.finish_reason is FinishReason.ANSWERED
 
 
 def _one_call(prompt):
@@ -191,8 +191,8 @@ async def test_a_tool_of_a_subagent_that_is_done_ends_its_conversation_only():
     agent = Agent(model="m", tools=[submit], system_prompt="You are the researcher.").as_tool("Finds.", name="research")
     policy = ScriptedPolicy(script(boss=[ASK, "thanks"], researcher=[call("submit", answer="blue")]))
     trajectory = await play(boss(agent), policy)
-    assert trajectory.finish is FinishReason.ANSWERED
-    assert trajectory.turns[0].results[0].observation == "submitted: blue"
+    assert trajectory.finish_reason is FinishReason.ANSWERED
+    assert trajectory.turns[0].tool_results[0].observation == "submitted: blue"
     assert trajectory.reward == 0.5
 
 
@@ -221,7 +221,7 @@ async def test_subagents_share_context_and_have_format_memory_and_limits_of_thei
         )
     )
     trajectory = await play(boss(note, plain.as_tool("Finds.", name="research"), max_turns=3), policy)
-    observed = [result.observation for turn in trajectory.turns for result in turn.results]
+    observed = [result.observation for turn in trajectory.turns for result in turn.tool_results]
     assert observed == ["0", "noted", "1", "2"]
     assert len(trajectory.sequences) == 3  # one, and two of the subagent, whose window dropped a turn
 
@@ -241,7 +241,7 @@ async def test_the_prompt_of_a_subagent_may_be_made_of_other_arguments():
     )
     trajectory = await play(boss(researcher().as_tool(research)), policy)
     assert trajectory.subagents["call_0"][1]["content"] == "Write 7 words about tea."
-    assert trajectory.turns[2].results[0].failure.kind == "InvalidArguments"
+    assert trajectory.turns[2].tool_results[0].failure.kind == "InvalidArguments"
 
 
 def asking(**settings):
@@ -270,7 +270,7 @@ async def test_a_subagent_reads_its_prompt_in_full_however_long_it_is(prompt):
 async def test_the_answer_of_a_subagent_is_cut_as_any_observation_is_and_kept_whole_in_its_conversation():
     policy = ScriptedPolicy(script(boss=[ASK, "ok"], researcher=["x" * 100]), limited=True)
     trajectory = await play(boss(researcher().as_tool(asking(max_output_tokens=10))), policy)
-    (record,) = trajectory.turns[0].results
+    (record,) = trajectory.turns[0].tool_results
     assert record.observation == "xxxxx\n[... 90 characters left out ...]\nxxxxx"  # a token is a byte there
     assert trajectory.messages[3]["content"] == record.observation
     assert trajectory.subagents["call_0"][-1]["content"] == "x" * 100
@@ -284,7 +284,7 @@ async def test_what_the_function_of_a_prompt_raises_is_cut_as_any_error_of_a_too
 
     policy = ScriptedPolicy(script(boss=[call("research"), "ok"], researcher=[]), limited=True)
     trajectory = await play(boss(researcher().as_tool(research)), policy)
-    assert trajectory.turns[0].results[0].observation == "Error: yyy\n[... 995 characters left out ...]\nyy"
+    assert trajectory.turns[0].tool_results[0].observation == "Error: yyy\n[... 995 characters left out ...]\nyy"
 
 
 async def test_a_prompt_may_show_images_and_a_function_that_returns_more_than_a_prompt_is_refused():
@@ -367,7 +367,7 @@ async def test_a_subagent_behind_an_api_leaves_the_trajectory_trainable():
     other = Agent(model="api", system_prompt="You are the researcher.").as_tool("Finds.", name="research")
     trajectory = await play(boss(other), ScriptedPolicy(script(boss=[ASK, "ok"])), subagent_policies={"api": FarSide()})
     trajectory.reward = 1.0
-    assert trajectory.turns[0].results[0].observation == "blue"
+    assert trajectory.turns[0].tool_results[0].observation == "blue"
     assert len(rows_from_trajectories([trajectory]).rows) == 1
 
 
@@ -406,7 +406,7 @@ async def test_wall_time_of_the_rollout_ends_what_its_subagents_do_and_the_recor
 
     policy = ScriptedPolicy(script(boss=[ASK], researcher=forever))
     trajectory = await play(boss(research(), max_wall_seconds=0.05), policy)
-    assert trajectory.finish is FinishReason.WALL_TIME
+    assert trajectory.finish_reason is FinishReason.WALL_TIME
     assert [sequence.sampled_count > 0 for sequence in trajectory.sequences] == [True, False]
     with pytest.raises(Exception, match="finished"):
         trajectory.sequences[1].truncate(1)
@@ -424,7 +424,7 @@ async def test_turns_of_parallel_subagents_follow_the_turn_that_called_them_and_
 
     policy = ScriptedPolicy(script(boss=[ASK + ASK, call("look", what="sea"), "Blue."], researcher=helper))
     trajectory = await play(boss(research(), look), policy)
-    assert trajectory.finish == FinishReason.ANSWERED
+    assert trajectory.finish_reason == FinishReason.ANSWERED
     first = {turn.conversation: turn.index for turn in reversed(trajectory.turns)}
     last = {turn.conversation: turn.index for turn in trajectory.turns}
     own = [turn.index for turn in trajectory.turns if not turn.conversation]

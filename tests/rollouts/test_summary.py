@@ -32,7 +32,14 @@ def record(kind=None):
 def trajectory(finish, *, reward=None, sequences=(), records=(), failure=None):
     turns = [Turn(0, 0, 2, 3, "hi", True, tuple(records))]
     return Trajectory(
-        "r", "g", Task("go"), turns=turns, sequences=list(sequences), finish=finish, reward=reward, failure=failure
+        "r",
+        "g",
+        Task("go"),
+        turns=turns,
+        sequences=list(sequences),
+        finish_reason=finish,
+        reward=reward,
+        failure=failure,
     )
 
 
@@ -55,9 +62,9 @@ def test_means_are_over_what_ended_by_itself_and_ends_are_counted_over_all():
     assert metrics["reward/mean"] == metrics["success/mean"] == 0.5
     assert metrics["response_length/mean"] == 6
     assert metrics["sequences/mean"] == 2
-    assert metrics["truncated/share"] == 0.5
-    assert metrics["tool_errors/share"] == 0.5
-    assert metrics["invalid_calls/share"] == 0.25
+    assert metrics["truncated/rate"] == 0.5
+    assert metrics["tool_errors/rate"] == 0.5
+    assert metrics["invalid_calls/rate"] == 0.25
     assert metrics["unscored"] == 2
     assert metrics["failures/infrastructure"] == metrics["failures/resource/ResourceDied"] == 1
     ends = {name: count for name, count in metrics.items() if name.startswith("finish/")}

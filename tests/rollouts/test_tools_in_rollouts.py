@@ -30,7 +30,7 @@ async def test_an_observation_is_cut_by_the_tokens_of_the_policy() -> None:
         return ["x" * 1000, PNG]
 
     (trajectory,) = await play([dump], [("dump", {})])
-    (record,) = trajectory.turns[0].results
+    (record,) = trajectory.turns[0].tool_results
     assert record.observation == "xxxxx\n[... 990 characters left out ...]\nxxxxx"  # a token is a byte there
     assert record.images == (PNG,)
 
@@ -80,7 +80,7 @@ async def test_an_instance_lives_until_the_reward_has_seen_what_is_left_and_is_c
 async def test_an_instance_is_closed_when_its_rollout_runs_out_of_time() -> None:
     tools, history = box()
     (trajectory,) = await play([tools], [("box_fill", {}), ("box_hang", {})], max_wall_seconds=1.0)
-    assert trajectory.finish is FinishReason.WALL_TIME
+    assert trajectory.finish_reason is FinishReason.WALL_TIME
     assert history == ["made", "closed"]
 
 

@@ -26,7 +26,7 @@ async def play(*actions: tuple[str, str], start: str = "hall") -> Trajectory:
 
 
 def said(trajectory: Trajectory) -> list[str]:
-    return [result.observation for turn in trajectory.turns for result in turn.results]
+    return [result.observation for turn in trajectory.turns for result in turn.tool_results]
 
 
 # --- the errands ------------------------------------------------------------------------------------------------------
@@ -89,7 +89,11 @@ def test_what_is_carried_comes_along_and_stays_where_it_is_put():
 
 async def test_the_right_way_ends_with_the_errand_and_is_worth_one():
     trajectory = await play(("go", "north"), ("take", "tea"), ("go", "east"), ("go", "south"), ("put", "tea"))
-    assert (trajectory.reward, trajectory.metrics, trajectory.finish) == (1.0, {"success": 1.0}, FinishReason.DONE)
+    assert (trajectory.reward, trajectory.metrics, trajectory.finish_reason) == (
+        1.0,
+        {"success": 1.0},
+        FinishReason.DONE,
+    )
     assert [turn.reward for turn in trajectory.turns] == [0.0, 0.0, 0.0, 0.0, 1.0]
 
 

@@ -38,7 +38,7 @@ async def play(*turns: tuple[str, dict[str, object]] | str) -> Trajectory:
 
 
 def said(trajectory: Trajectory) -> list[str]:
-    return [result.observation for turn in trajectory.turns for result in turn.results]
+    return [result.observation for turn in trajectory.turns for result in turn.tool_results]
 
 
 # --- the tasks --------------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_tasks_are_the_same_each_time_and_have_names_of_their_own():
 async def test_checking_the_right_shelf_and_ordering_what_the_shop_wants_is_a_success():
     trajectory = await play(("check", {"item": "tea"}), ("order", {"crates": 2}))
     assert said(trajectory) == ["low", "Ordered 2."]
-    assert trajectory.finish is FinishReason.DONE
+    assert trajectory.finish_reason is FinishReason.DONE
     assert trajectory.reward == 1.0
     assert trajectory.metrics == {"success": 1.0, "right_shelf": 1.0}
 

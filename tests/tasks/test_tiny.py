@@ -119,7 +119,7 @@ async def test_untrained_it_makes_sound_calls_and_rarely_wins():
         result = await evaluate(
             hermes_agent(), eval_tasks(), reward=stockroom_reward, attempts=4, temperature=1.0, policy=policy
         )
-    calls = [record for trajectory in result.trajectories for turn in trajectory.turns for record in turn.results]
+    calls = [record for trajectory in result.trajectories for turn in trajectory.turns for record in turn.tool_results]
     assert len(calls) >= 1.8 * len(result.trajectories)
     assert sum(record.failure is None for record in calls) >= 0.9 * len(calls)
     assert 0.05 <= result.metrics["success/mean"] <= 0.35

@@ -19,7 +19,7 @@ def attempted(number: int, rewards: Iterable[float | None]) -> RolloutGroup:
         sequence.append_prompt([1, 2])
         sequence.append_sampled([3], [-0.5], version=0)
         trajectory.sequences = [sequence]
-        trajectory.finish, trajectory.reward = FinishReason.ANSWERED, value
+        trajectory.finish_reason, trajectory.reward = FinishReason.ANSWERED, value
         if value is None:
             trajectory.failure = Failure(Boundary.RESOURCE, "Lost", "the box is gone", by_policy=False)
         trajectories.append(trajectory)

@@ -133,7 +133,7 @@ def test_of_two_overrides_of_one_setting_the_last_counts(tmp_path):
         (TrainConfig, {"kl": {"coef": 0.1}}, "kl.coefficient"),
         (TrainConfig, {"kl": {"beta": 0.1}}, "kl.coefficient"),
         (TrainConfig, {"lora": {"r": 8}}, "lora.rank"),
-        (SFTConfig, {"warmup_ratios": 0.1}, "sft.warmup_share"),
+        (SFTConfig, {"warmup_ratios": 0.1}, "sft.warmup_ratio"),
         (SFTConfig, {"lora": {"r": 8}}, "lora.rank"),
     ],
 )

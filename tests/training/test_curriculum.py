@@ -71,7 +71,7 @@ def test_tasks_that_are_always_or_never_solved_are_left_out_once_they_were_tried
     order.record_results(outcomes("0", [1, 1]) + outcomes("1", [0, 0]) + outcomes("2", [1]) + outcomes("3", [0, 1]))
     order.record_results(outcomes("4", [0, None, None]))  # what is unscored is no try
     assert sorted(ids(order.take(6, 4))) == ["2", "3", "4", "5"]
-    assert order.metrics(10) == {"tasks/epoch": 1.0, "tasks/left_out": 2.0}
+    assert order.metrics(10) == {"tasks/epoch": 1.0, "tasks/excluded": 2.0}
 
 
 def test_an_epoch_that_would_be_empty_has_all_tasks() -> None:

@@ -111,7 +111,7 @@ JUDGED: dict[str, tuple[str, AdvantageConfig]] = {
 RATED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "steps": ({"schedule": "linear"}, {"schedule": "linear", "steps": 8}),
     "schedule": ({}, {"schedule": "cosine"}),
-    "final_learning_rate_share": ({"schedule": "linear"}, {"schedule": "linear", "final_learning_rate_share": 0.5}),
+    "min_learning_rate_ratio": ({"schedule": "linear"}, {"schedule": "linear", "min_learning_rate_ratio": 0.5}),
     "warmup_steps": ({}, {"warmup_steps": 10}),
 }
 """Settings, and others, with which the learning rate of the seventh step is another."""
@@ -181,7 +181,7 @@ SHOWN: dict[str, str] = {
 }
 """Settings of the run as a whole, and the test of this folder that shows what they do."""
 
-READ = {"strategy", "max_failure_share", "max_concurrent_starts"}
+READ = {"strategy", "max_failure_rate", "max_concurrent_starts"}
 """Settings that are handed to the runner as they are, whose own tests show what they do; `test_trainer` has it that a
 run reads every setting."""
 
@@ -250,7 +250,7 @@ def test_the_learning_rate_is_another(setting: str) -> None:
                 steps=config.steps,
                 warmup=config.warmup_steps,
                 schedule=config.schedule,
-                final_share=config.final_learning_rate_share,
+                final_share=config.min_learning_rate_ratio,
             )
         )
     assert rates[0] != rates[1]

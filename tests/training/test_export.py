@@ -35,7 +35,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     told = asyncio.run(af.run(AGENT, ["How is tea?", "How is rice?"], reward=fine, policy=policy)).trajectories
     for name, settings in (("whole", {}), ("lora", {"lora": {"rank": 4}})):
         sft(
-            AGENT, told, run_dir=home / name, progress=False, learning_rate=1e-2, held_out_share=0.0, epochs=2,
+            AGENT, told, run_dir=home / name, progress=False, learning_rate=1e-2, eval_fraction=0.0, epochs=2,
             dtype="float32", threads=1, **settings,
         )  # fmt: skip
     return {name: home / name for name in ("whole", "lora")}

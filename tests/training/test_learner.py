@@ -104,7 +104,7 @@ def test_a_mini_batch_is_weighed_by_its_own_size_and_another_step_draws_others()
         {"max_grad_norm": 1e-9},
         {"learning_rate": 2e-3},
         {"schedule": "linear", "steps": 2},
-        {"schedule": "cosine", "steps": 3, "final_learning_rate_share": 0.5},
+        {"schedule": "cosine", "steps": 3, "min_learning_rate_ratio": 0.5},
         {"warmup_steps": 5},
         {"mini_batches": 3},
         {"updates_per_step": 2},

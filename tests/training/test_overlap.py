@@ -158,7 +158,7 @@ async def test_tasks_that_teach_nothing_are_replaced_and_counted(tmp_path: Path)
     for step, metrics in result.metrics.items():
         trajectories = list(load_trajectories(run.trajectories_file(step)))
         assert metrics["groups"] == metrics["sampling/groups"]
-        assert metrics["groups/zero_variance_share"] == metrics["sampling/dropped_groups"] / metrics["groups"]
+        assert metrics["groups/zero_variance_fraction"] == metrics["sampling/dropped_groups"] / metrics["groups"]
         assert metrics["rows"] == 4
         assert metrics["rollouts"] == len(trajectories) == 2 * metrics["sampling/groups"]
         assert metrics["sampling/dropped_groups"] == metrics["sampling/groups"] - 2
@@ -219,4 +219,4 @@ async def test_without_a_sound_greedy_rollout_a_group_is_not_trained(tmp_path: P
 
     metrics = (await trained(tmp_path, score=flaky, algorithm="remax", steps=1)).metrics[1]
     assert metrics["rows"] == 2
-    assert metrics["left_out/no_baseline"] == 2
+    assert metrics["excluded/no_baseline"] == 2

@@ -108,11 +108,11 @@ def test_the_metrics_of_a_batch_tell_what_could_not_teach() -> None:
     batch = rows_from_trajectories(trajectories)
     metrics = group_metrics(trajectories, batch) | row_metrics(batch, version=6)
     assert metrics["groups"] == 4
-    assert metrics["groups/singleton_share"] == 0.25
-    assert metrics["groups/zero_variance_share"] == 0.25
-    assert metrics["groups/empty_share"] == 0.25
-    assert metrics["anchors/singleton_share"] == 0.5
-    assert metrics["left_out/unscored"] == 2
+    assert metrics["groups/singleton_fraction"] == 0.25
+    assert metrics["groups/zero_variance_fraction"] == 0.25
+    assert metrics["groups/empty_fraction"] == 0.25
+    assert metrics["anchors/singleton_fraction"] == 0.5
+    assert metrics["excluded/unscored"] == 2
     assert metrics["rows"] == 6
     assert metrics["rows/sampled_tokens"] == 18
     assert metrics["policy/staleness_max"] == 2

@@ -74,7 +74,7 @@ def test_no_setting_that_bounds_memory_changes_the_update(changes):
     learned = []
     for settings in ({}, changes):
         model = load_policy("tiny", dtype="float32").model
-        learner = SFTLearner(model, SFTConfig(learning_rate=1e-3, warmup_share=0.0, **settings), updates=3)
+        learner = SFTLearner(model, SFTConfig(learning_rate=1e-3, warmup_ratio=0.0, **settings), updates=3)
         metrics = learner.learn(ROWS)
         learned.append([metrics["sft/loss"], metrics["policy/grad_norm"], learner.loss(ROWS)])
     assert learned[1] == pytest.approx(learned[0], rel=1e-4)
@@ -90,14 +90,14 @@ def test_no_setting_that_bounds_memory_changes_the_update(changes):
     ],
 )
 def test_the_learning_rate_rises_and_follows_its_schedule(schedule, shares):
-    config = SFTConfig(schedule=schedule, warmup_share=1 / 3, learning_rate=1e-4)
+    config = SFTConfig(schedule=schedule, warmup_ratio=1 / 3, learning_rate=1e-4)
     learner = SFTLearner(load_policy("tiny", dtype="float32").model, config, updates=6)
     rates = [learner.learn(ROWS)["policy/learning_rate"] for _ in range(6)]
     assert rates == pytest.approx([1e-4 * share for share in shares], abs=1e-10)
 
 
 def test_what_was_said_becomes_likelier_and_is_kept_as_a_run(tmp_path):
-    result = started(tmp_path / "run", held_out_share=0.3, epochs=4)
+    result = started(tmp_path / "run", eval_fraction=0.3, epochs=4)
     assert result.updates == 8
     assert sum(list(result.losses.values())[-2:]) < 0.5 * sum(list(result.losses.values())[:2])
     assert list(result.held_out) == [0, 2, 4, 6, 8]
@@ -108,7 +108,7 @@ def test_what_was_said_becomes_likelier_and_is_kept_as_a_run(tmp_path):
 
 @pytest.mark.slow
 def test_the_checkpoint_is_a_model_that_says_what_it_was_taught(tmp_path):
-    result = started(tmp_path, held_out_share=0.0, epochs=25)
+    result = started(tmp_path, eval_fraction=0.0, epochs=25)
     learned = AGENT.with_model(result.checkpoint)
     answers = asyncio.run(af.evaluate(learned, ["Say apple.", "Say green."], reward=fine)).trajectories
     assert [answer.response for answer in answers] == ["appleapple", "greengreen"]
@@ -153,7 +153,7 @@ def test_a_run_goes_on_with_nothing_else_than_it_was_begun_with(tmp_path):
 def test_a_warm_start_is_made_longer_where_its_learning_rate_does_not_depend_on_its_length(tmp_path):
     told_of: list[str] = []
     events = EventStream()
-    even = {"schedule": "constant", "warmup_share": 0.0, "held_out_share": 0.0}
+    even = {"schedule": "constant", "warmup_ratio": 0.0, "eval_fraction": 0.0}
 
     def keep(event: Event) -> None:
         told_of.extend([event.further] if isinstance(event, TrainingStarted) else [])
@@ -171,7 +171,7 @@ def test_a_warm_start_is_made_longer_where_its_learning_rate_does_not_depend_on_
 
 
 def test_adapters_alone_are_learned_and_saved_where_they_are_asked_for(tmp_path):
-    result = started(tmp_path, lora={"rank": 4, "alpha": 8}, epochs=2, held_out_share=0.0)
+    result = started(tmp_path, lora={"rank": 4, "alpha": 8}, epochs=2, eval_fraction=0.0)
     assert result.losses[4] < result.losses[1]
     assert (result.checkpoint / "adapter" / "adapter_config.json").is_file()
     assert not list(result.checkpoint.glob("model*.safetensors"))
@@ -232,7 +232,7 @@ def test_a_model_learns_from_the_oracle_on_the_command_line(agentfly):
 def test_own_rollouts_that_won_are_learned_by_the_ids_that_were_sampled(tmp_path):
     agent = hermes_agent("tiny")
     result = asyncio.run(af.run(agent, eval_tasks()[:8], reward=stockroom_reward, attempts=4))
-    learned = sft(agent, result.trajectories, run_dir=tmp_path, progress=False, **{**SMALL, "held_out_share": 0.0})
+    learned = sft(agent, result.trajectories, run_dir=tmp_path, progress=False, **{**SMALL, "eval_fraction": 0.0})
     won = [one for one in result.trajectories if one.reward >= 0]
     assert learned.examples.sampled + learned.examples.excluded.get("repeated", 0) == len(won)
     assert learned.examples.rendered == 0

@@ -44,7 +44,7 @@ def oracles() -> tuple[Trajectory, ...]:
 
 def examples(trajectories=None, tokenizer=None, **settings) -> SFTDataset:
     given = list(oracles() if trajectories is None else trajectories)
-    config = SFTConfig(**{"held_out_share": 0.0, "min_reward": 0.5, "distinct": False, **settings})
+    config = SFTConfig(**{"eval_fraction": 0.0, "min_reward": 0.5, "distinct": False, **settings})
     return build_dataset(given, AGENT, tokenizer or tiny(), config, max_tokens=500)
 
 
@@ -60,7 +60,7 @@ def test_what_has_no_score_or_was_spoiled_is_never_learned_from_whatever_its_rew
     first, second, third, *rest = oracles()
     spoiled = [
         replace(first, failure=LOST),
-        replace(second, finish=FinishReason.CANCELLED),
+        replace(second, finish_reason=FinishReason.CANCELLED),
         replace(third, reward=None),
         *rest,
     ]
@@ -82,19 +82,19 @@ def test_rows_of_the_same_tokens_count_once():
 
 
 def test_whole_tasks_are_held_out_and_the_same_ones_in_any_order():
-    found, turned = examples(held_out_share=0.34), examples(reversed(oracles()), held_out_share=0.34)
+    found, turned = examples(eval_fraction=0.34), examples(reversed(oracles()), eval_fraction=0.34)
     learned, held_out = ({row.group_id for row in rows} for rows in (found.rows, found.held_out))
     assert len(held_out) == 1
     assert len(learned) == 2
     assert not learned & held_out
     assert {row.group_id for row in turned.held_out} == held_out
-    others = [{row.group_id for row in examples(held_out_share=0.34, seed=seed).held_out} for seed in range(8)]
+    others = [{row.group_id for row in examples(eval_fraction=0.34, seed=seed).held_out} for seed in range(8)]
     assert any(one != held_out for one in others)
 
 
 def test_there_is_always_something_to_learn():
     one_task = [one for one in oracles() if one.task.id == "task-0"]
-    found = examples(one_task, held_out_share=0.9)
+    found = examples(one_task, eval_fraction=0.9)
     assert (len(found.rows), len(found.held_out)) == (3, 0)
 
 
@@ -135,7 +135,7 @@ def test_ids_that_no_token_has_are_never_learned_though_the_text_is_spelled_all_
 def test_the_fingerprint_tells_rows_apart():
     assert examples().fingerprint == examples().fingerprint
     assert examples().fingerprint != examples(max_per_task=2).fingerprint
-    assert examples().fingerprint != examples(held_out_share=0.34).fingerprint
+    assert examples().fingerprint != examples(eval_fraction=0.34).fingerprint
 
 
 def test_nothing_to_learn_from_is_told_with_the_causes():

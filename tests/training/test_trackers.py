@@ -193,7 +193,7 @@ def test_a_training_run_is_followed_by_ones_own_tracker(tmp_path: Path, monkeypa
     assert (first.run.project, first.run.config["model"], first.run.config["attempts"]) == ("depot", "tiny", 2)
     kept = RunDirectory(tmp_path / "run").metrics()[0].values
     assert first.told[1][1] == {f"train/{name}": value for name, value in kept.items()}
-    assert 0 <= kept["tokens/drifted_share"] <= 1
+    assert 0 <= kept["tokens/drifted_fraction"] <= 1
     assert kept["tokens/faults"] == 0
     assert not RunDirectory(tmp_path / "run").tensorboard.exists()
 

@@ -132,7 +132,7 @@ async def test_attempts_that_cannot_be_scored_are_in_no_row_and_are_counted(tmp_
 
     metrics = (await trained(tmp_path, score=flaky, steps=1)).metrics[1]
     assert metrics["rows"] == 4
-    assert metrics["left_out/infrastructure"] == 2
+    assert metrics["excluded/infrastructure"] == 2
     assert metrics["failures/infrastructure"] == 2
 
 
@@ -175,7 +175,7 @@ async def test_a_batch_of_equal_rewards_moves_nothing(tmp_path: Path) -> None:
         return 0.3
 
     metrics = (await trained(tmp_path, score=same)).metrics[2]
-    assert metrics["groups/zero_variance_share"] == 1.0
+    assert metrics["groups/zero_variance_fraction"] == 1.0
     assert metrics["policy/updates"] == 0
     assert metrics["policy/version"] == 0
 

@@ -118,7 +118,7 @@ def test_a_loss_reads_exactly_the_settings_that_it_declares_and_others_are_refus
             {"kl": {"coefficient": 0.1, "horizon_rows": 9}},
             {"kl": {"coefficient": 0.1, "horizon_rows": 9, "target_nats": 0.1}},
         ),
-        ({"final_learning_rate_share": 0.1}, {"final_learning_rate_share": 0.1, "schedule": "linear"}),
+        ({"min_learning_rate_ratio": 0.1}, {"min_learning_rate_ratio": 0.1, "schedule": "linear"}),
         ({"eval_metric": "success/mean"}, {"eval_metric": "success/mean", "keep_best": True}),
         (
             {"algorithm": "gigpo", "advantage": {"anchor_similarity": 0.5}},

@@ -4,8 +4,8 @@ import pytest
 
 from agentfly.viewing.diagnostics import TrainingDiagnostics
 
-IDLE = {"groups/zero_variance_share": 1.0, "groups/empty_share": 0.0, "policy/grad_norm": 0.0}
-TAUGHT = {"groups/zero_variance_share": 0.5, "policy/loss": 0.0, "policy/grad_norm": 0.2}
+IDLE = {"groups/zero_variance_fraction": 1.0, "groups/empty_fraction": 0.0, "policy/grad_norm": 0.0}
+TAUGHT = {"groups/zero_variance_fraction": 0.5, "policy/loss": 0.0, "policy/grad_norm": 0.2}
 
 
 def sentences(*steps: dict[str, float]) -> list[str]:
@@ -24,7 +24,7 @@ def test_steps_in_which_all_attempts_scored_the_same_are_counted():
 
 
 def test_groups_without_a_score_or_with_one_alone_teach_nothing_either():
-    shares = {"groups/zero_variance_share": 0.2, "groups/singleton_share": 0.3, "groups/empty_share": 0.5}
+    shares = {"groups/zero_variance_fraction": 0.2, "groups/singleton_fraction": 0.3, "groups/empty_fraction": 0.5}
     assert len(sentences(shares)) == 1
 
 
@@ -37,14 +37,14 @@ def test_equal_rewards_that_made_a_loss_were_learned_from():
     [
         ({"policy/updates_skipped": 1.0}, "the gradient was not finite"),
         ({"mismatch/masked_fraction": 1.0}, "rollout correction left out every token"),
-        ({"advantages/zero_share": 0.2}, "the critic learned alone (critic.warmup_steps)"),
-        ({"advantages/zero_share": 1.0}, "every advantage was 0"),
-        ({"rows": 0.0, "left_out/no_baseline": 4.0}, "no task has the score of a greedy rollout"),
-        ({"groups/zero_variance_share": 1.0, "rows": 0.0}, "all attempts at each task scored the same"),
+        ({"advantages/zero_fraction": 0.2}, "the critic learned alone (critic.warmup_steps)"),
+        ({"advantages/zero_fraction": 1.0}, "every advantage was 0"),
+        ({"rows": 0.0, "excluded/no_baseline": 4.0}, "no task has the score of a greedy rollout"),
+        ({"groups/zero_variance_fraction": 1.0, "rows": 0.0}, "all attempts at each task scored the same"),
     ],
 )
 def test_a_step_without_an_update_says_why(metrics, reason):
-    told = sentences({"groups/zero_variance_share": 0.0, "policy/updates": 0.0} | metrics, TAUGHT)
+    told = sentences({"groups/zero_variance_fraction": 0.0, "policy/updates": 0.0} | metrics, TAUGHT)
     assert told == [f"nothing learned in 1 of 2 steps: {reason}"]
 
 
@@ -59,7 +59,7 @@ def test_clipping_before_any_update_is_told_with_its_cures():
 
 
 def test_failed_tool_calls_are_told_once_they_are_half_of_all():
-    calls = {"rollouts": 9.0, "failures/infrastructure": 1.0, "tool_calls/mean": 2.5, "tool_errors/share": 0.5}
+    calls = {"rollouts": 9.0, "failures/infrastructure": 1.0, "tool_calls/mean": 2.5, "tool_errors/rate": 0.5}
     assert sentences(calls | {"tool_errors/ToolError": 9.0}) == []
     assert sentences(calls | {"tool_errors/UnknownTool": 12.0, "tool_errors/InvalidArguments": 4.0}) == [
         "80% of the tool calls failed (UnknownTool 75%, InvalidArguments 25%)"
@@ -67,7 +67,7 @@ def test_failed_tool_calls_are_told_once_they_are_half_of_all():
 
 
 def test_what_has_no_score_is_counted_with_its_causes_and_not_said_to_have_scored_alike():
-    half = IDLE | {"rollouts": 8.0, "unscored": 4.0, "failures/reward/RewardError": 4.0, "groups/empty_share": 0.5}
+    half = IDLE | {"rollouts": 8.0, "unscored": 4.0, "failures/reward/RewardError": 4.0, "groups/empty_fraction": 0.5}
     assert sentences(half, half) == [
         "8 of 16 rollouts unscored: RewardError 8",
         "nothing learned in 2 of 2 steps: all attempts at each task that have a score scored the same",

@@ -43,7 +43,14 @@ def a_run() -> list:
         LeaseGranted(time=102.0, pool="container", owner="a", scope="rollout", instance="i", waited_seconds=1.0),
         GenerationFinished(time=105.0, rollout_id="a", turn=0, prompt_tokens=9, sampled_tokens=100, seconds=1.0),
         RolloutFinished(
-            time=106.0, rollout_id="a", group_id="g", finish="done", reward=1.0, turns=1, sampled_tokens=100, seconds=5
+            time=106.0,
+            rollout_id="a",
+            group_id="g",
+            finish_reason="done",
+            reward=1.0,
+            turns=1,
+            sampled_tokens=100,
+            seconds=5,
         ),
         step(1),
         step(2),
@@ -109,7 +116,7 @@ def test_a_long_action_is_told_once_away_from_a_terminal():
 def test_a_step_that_taught_nothing_says_so_in_both_displays():
     events = [
         TrainingStarted(time=100.0, run_dir="runs/x", steps=1, start_step=0, **TINY),
-        StepFinished(time=110.0, step=1, metrics={"groups/zero_variance_share": 1.0, "policy/grad_norm": 0.0}),
+        StepFinished(time=110.0, step=1, metrics={"groups/zero_variance_fraction": 1.0, "policy/grad_norm": 0.0}),
     ]
     lines = shown(live=False, events=events).splitlines()
     assert lines[0] == "training 1 step of tiny in float32 on cpu; files in runs/x"
@@ -135,7 +142,14 @@ def test_a_rollout_that_was_cancelled_has_not_finished(live):
     for name, _, _, _ in ends:
         events.append(RolloutStarted(time=100.0, rollout_id=name, group_id="g", task_id="t"))
     for name, finish, reward, error in ends:
-        ended = {"turns": 1, "sampled_tokens": 1, "seconds": 1.0, "finish": finish, "reward": reward, "error": error}
+        ended = {
+            "turns": 1,
+            "sampled_tokens": 1,
+            "seconds": 1.0,
+            "finish_reason": finish,
+            "reward": reward,
+            "error": error,
+        }
         events.append(RolloutFinished(time=140.0, rollout_id=name, group_id="g", **ended))
     told = shown(live=live, events=events)
     assert "2 of 3 rollouts finished  reward 1.000  1 failed  1 cancelled" in told
@@ -172,7 +186,7 @@ def planned(total: int, recorded: int = 0, failed: tuple[int, ...] = ()) -> list
             time=100.0 + number,
             rollout_id=str(number),
             group_id="g",
-            finish="done",
+            finish_reason="done",
             reward=None if number in failed else float(number % 2),
             turns=1,
             sampled_tokens=5,

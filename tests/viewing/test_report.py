@@ -15,9 +15,9 @@ from agentfly.viewing.report import RunSummary, before_and_after, training_repor
 
 
 def trajectory(task: str, reward: float | None, text: str) -> Trajectory:
-    turn = Turn(index=0, sequence=-1, start=0, stop=0, text=text, stopped=True)
+    turn = Turn(index=0, sequence=-1, start=0, stop=0, text=text, ended_by_model=True)
     return Trajectory(
-        f"{task}-{text}", "g", Task(task, id=task), turns=[turn], finish=FinishReason.ANSWERED, reward=reward
+        f"{task}-{text}", "g", Task(task, id=task), turns=[turn], finish_reason=FinishReason.ANSWERED, reward=reward
     )
 
 
@@ -111,7 +111,7 @@ def test_a_run_that_has_done_nothing_yet_can_be_reported(tmp_path):
 
 
 def test_the_report_says_in_how_many_steps_nothing_could_be_learned(run):
-    MetricsWriter(run)(StepFinished(step=21, metrics={"groups/zero_variance_share": 1.0}))
+    MetricsWriter(run)(StepFinished(step=21, metrics={"groups/zero_variance_fraction": 1.0}))
     assert RunSummary.of(run).lessons == (
         "nothing learned in 1 of 21 steps: all attempts at each task scored the same",
     )

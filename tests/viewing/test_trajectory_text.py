@@ -20,11 +20,11 @@ def a_trajectory(**changes) -> Trajectory:
             start=10,
             stop=22,
             text="check[tea]",
-            stopped=True,
-            results=(ToolRecord(ToolCall("1", "check", {"item": "tea"}), "tea: low\nnext: order", seconds=0.01),),
+            ended_by_model=True,
+            tool_results=(ToolRecord(ToolCall("1", "check", {"item": "tea"}), "tea: low\nnext: order", seconds=0.01),),
             generation_seconds=0.5,
         ),
-        Turn(index=1, sequence=0, start=30, stop=35, text="order it", stopped=False, reward=-0.5),
+        Turn(index=1, sequence=0, start=30, stop=35, text="order it", ended_by_model=False, reward=-0.5),
     ]
     values = {
         "rollout_id": "r1",
@@ -40,7 +40,7 @@ def a_trajectory(**changes) -> Trajectory:
             {"role": "assistant", "content": "order it"},
         ],
         "turns": turns,
-        "finish": FinishReason.LENGTH,
+        "finish_reason": FinishReason.LENGTH,
         "reward": 0.4,
         "seconds": {"total": 1.25},
     }
@@ -70,12 +70,12 @@ def test_a_trajectory_reads_from_the_prompt_over_each_turn_to_the_reward():
 
 def test_calls_that_failed_and_failed_rollouts_say_why():
     call = ToolRecord(ToolCall("1", "chek", None, error="not JSON"), "no tool", failure=Failure.of(UnknownTool("x")))
-    turn = Turn(index=0, sequence=0, start=0, stop=1, text="", stopped=True, results=(call,))
+    turn = Turn(index=0, sequence=0, start=0, stop=1, text="", ended_by_model=True, tool_results=(call,))
     text = trajectory_text(
         a_trajectory(
             turns=[turn],
             reward=None,
-            finish=FinishReason.FAILED,
+            finish_reason=FinishReason.FAILED,
             failure=Failure.of(ResourceDied("the sandbox went away")),
             reward_failure=Failure.of(ValueError("bad score"), Boundary.REWARD),
         )
@@ -96,12 +96,12 @@ def test_calls_that_failed_and_failed_rollouts_say_why():
 )
 def test_a_call_that_was_refused_is_told_from_one_that_failed(error, shown):
     call = ToolRecord(ToolCall("1", "move", {"line": 3}), str(error), failure=Failure.of(error))
-    turn = Turn(index=0, sequence=0, start=0, stop=1, text="", stopped=True, results=(call,))
+    turn = Turn(index=0, sequence=0, start=0, stop=1, text="", ended_by_model=True, tool_results=(call,))
     assert shown in trajectory_text(a_trajectory(turns=[turn])).plain
 
 
 def test_long_texts_show_their_ends_and_count_what_is_left_out():
-    turn = Turn(index=0, sequence=0, start=0, stop=1, text="\n".join(map(str, range(100))), stopped=True)
+    turn = Turn(index=0, sequence=0, start=0, stop=1, text="\n".join(map(str, range(100))), ended_by_model=True)
     lines = trajectory_text(a_trajectory(turns=[turn], messages=[]), max_lines=4).plain.splitlines()
     start = lines.index("  0")
     assert lines[start : start + 5] == ["  0", "  1", "  … 96 lines …", "  98", "  99"]
@@ -109,7 +109,7 @@ def test_long_texts_show_their_ends_and_count_what_is_left_out():
 
 def test_what_a_model_writes_cannot_drive_the_terminal_nor_the_markup():
     evil = "\x1b[31mred\x1b[0m \x07 \u202e [bold]not markup[/bold] \x9b"
-    turn = Turn(index=0, sequence=0, start=0, stop=1, text=evil, stopped=True)
+    turn = Turn(index=0, sequence=0, start=0, stop=1, text=evil, ended_by_model=True)
     console = Console(file=io.StringIO(), force_terminal=False, width=100)
     console.print(trajectory_panel(a_trajectory(turns=[turn])))
     shown = console.file.getvalue()
@@ -121,15 +121,15 @@ def test_turns_of_subagents_stand_below_the_calls_that_they_answer():
     nested = ToolRecord(ToolCall("call_0", "look", {"at": "tea"}), "green", images=(Image(b"12345"),))
     asked = ToolRecord(ToolCall("call_0", "research", {"request": "tea?"}), "It is green.", seconds=1.5)
     turns = [
-        Turn(index=0, sequence=0, start=0, stop=9, text="let me ask", stopped=True, results=(asked,)),
+        Turn(index=0, sequence=0, start=0, stop=9, text="let me ask", ended_by_model=True, tool_results=(asked,)),
         Turn(
             index=1,
             sequence=1,
             start=0,
             stop=4,
             text="looking",
-            stopped=True,
-            results=(nested,),
+            ended_by_model=True,
+            tool_results=(nested,),
             agent="research",
             conversation="call_0",
             policy="other",
@@ -178,12 +178,12 @@ def test_turns_of_a_subagent_whose_call_was_never_answered_are_shown_all_the_sam
         Turn(**_fields(index=0, sequence=0, text="let me ask")),
         Turn(**_fields(index=1, sequence=1, text="looking", agent="research", conversation="call_0")),
     ]
-    shown = trajectory_text(a_trajectory(turns=turns, messages=[], finish=FinishReason.FAILED)).plain
+    shown = trajectory_text(a_trajectory(turns=turns, messages=[], finish_reason=FinishReason.FAILED)).plain
     assert "  turn 2 of research" in shown
 
 
 def _fields(**given):
-    return {"start": 0, "stop": 5, "stopped": True, **given}
+    return {"start": 0, "stop": 5, "ended_by_model": True, **given}
 
 
 def test_branches_of_a_program_say_where_they_go_on_and_notes_stand_at_the_end():

@@ -158,4 +158,4 @@ def tool_rewards(trajectory: Trajectory) -> float:
 
 def sum_of_tool_rewards(turns: Sequence[Turn]) -> float | None:
     """Return the sum of the tools' rewards in some turns; None if there are none."""
-    return sum_known([result.reward for turn in turns for result in turn.results])
+    return sum_known([result.reward for turn in turns for result in turn.tool_results])

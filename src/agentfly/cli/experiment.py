@@ -115,7 +115,7 @@ class Experiment:
                 "strategy": training.strategy,
                 "max_concurrent_rollouts": training.max_concurrent_rollouts,
                 "max_concurrent_starts": training.max_concurrent_starts,
-                "max_failure_share": training.max_failure_share,
+                "max_failure_rate": training.max_failure_rate,
             }
 
     @property

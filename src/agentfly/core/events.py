@@ -267,7 +267,7 @@ class RewardFinished(RolloutEvent):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutFinished(RolloutEvent):
     group_id: str
-    finish: str
+    finish_reason: str
     reward: float | None
     turns: int
     sampled_tokens: int

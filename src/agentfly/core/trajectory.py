@@ -135,12 +135,12 @@ class Turn(Brief):
             instance from a model behind an API.
         start, stop: the range of the turn's sampled tokens in that sequence.
         text: the sampled tokens as text, without the end-of-turn token.
-        stopped: whether the model ended the turn itself; False if a token limit ended it.
-        results: the tool calls and their results, in the order of the calls.
+        ended_by_model: whether the model ended the turn itself; False if a token limit ended it.
+        tool_results: the tool calls and their results, in the order of the calls.
         generation_seconds: duration of the generation, waiting for the policy included.
         reasoning: the model's reasoning, where the format separates it.
         content: the visible text, where it differs from ``text``: without reasoning and other parts that the format
-            separates. See `said`.
+            separates. See `visible_text`.
         kind: ``act``, or ``memory`` for a generation that only writes a memory.
         agent: path of the subagent that took the turn, names joined by ``/``; empty for the main agent.
         conversation: the conversation of the turn: the ids of the tool calls that led to it, joined by ``/``; empty for
@@ -162,8 +162,8 @@ class Turn(Brief):
     start: int
     stop: int
     text: str
-    stopped: bool
-    results: tuple[ToolRecord, ...] = ()
+    ended_by_model: bool
+    tool_results: tuple[ToolRecord, ...] = ()
     generation_seconds: float = 0.0
     reasoning: str | None = None
     content: str | None = None
@@ -178,7 +178,7 @@ class Turn(Brief):
     sampled_tokens: int | None = None
 
     @property
-    def said(self) -> str:
+    def visible_text(self) -> str:
         """The visible text of the turn, without reasoning where the format separates it."""
         return self.text if self.content is None else self.content
 
@@ -197,7 +197,7 @@ class Trajectory:
         sequences: the token sequences, in order. Under the strategy ``chain`` a conversation has one, and one more each
             time its past is folded or rewritten; under ``step`` one a turn.
         subagents: the conversations of subagents, by `Turn.conversation`.
-        finish: why the rollout ended; None while it runs.
+        finish_reason: why the rollout ended; None while it runs.
         failure: set when the rollout failed.
         reward: the score; None before scoring, and where scoring failed.
         reward_failure: why scoring failed, if it was tried.
@@ -217,7 +217,7 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     sequences: list[TokenSequence] = field(default_factory=list)
     subagents: dict[str, list[Message]] = field(default_factory=dict)
-    finish: FinishReason | None = None
+    finish_reason: FinishReason | None = None
     failure: Failure | None = None
     reward: float | None = None
     reward_failure: Failure | None = None
@@ -230,14 +230,19 @@ class Trajectory:
         """A line: `agentfly.trajectory_text` shows the whole."""
         turns = f"{len(self.turns)} turn{'s' * (len(self.turns) != 1)}"
         failure = self.failure or self.reward_failure
-        parts = [repr(self.rollout_id), f"task={self.task.id!r}", turns, f"finish={str(self.finish or None)!r}"]
+        parts = [
+            repr(self.rollout_id),
+            f"task={self.task.id!r}",
+            turns,
+            f"finish_reason={str(self.finish_reason or None)!r}",
+        ]
         parts += [f"reward={self.reward!r}", *([f"failure={failure.kind}"] if failure is not None else [])]
         return f"Trajectory({', '.join(parts)})"
 
     @property
     def response(self) -> str:
         """The visible text of the main agent's last turn, without reasoning where the format separates it."""
-        own = (turn.said for turn in reversed(self.turns) if turn.kind == "act" and not turn.agent)
+        own = (turn.visible_text for turn in reversed(self.turns) if turn.kind == "act" and not turn.agent)
         return next(own, "")
 
     @property
@@ -294,7 +299,7 @@ class Trajectory:
             "subagents": {
                 name: [message_to_json(message) for message in messages] for name, messages in self.subagents.items()
             },
-            "finish": self.finish,
+            "finish_reason": self.finish_reason,
             "failure": asdict(self.failure) if self.failure else None,
             "reward": self.reward,
             "reward_failure": asdict(self.reward_failure) if self.reward_failure else None,
@@ -337,7 +342,7 @@ class Trajectory:
             turns=[_turn_from_json(turn) for turn in value["turns"]],
             sequences=[TokenSequence.from_json(sequence) for sequence in value["sequences"]],
             subagents={name: list(map(message_from_json, said)) for name, said in value["subagents"].items()},
-            finish=FinishReason(value["finish"]) if value["finish"] else None,
+            finish_reason=FinishReason(value["finish_reason"]) if value["finish_reason"] else None,
             failure=_failure_from_json(value["failure"]),
             reward=value["reward"],
             reward_failure=_failure_from_json(value["reward_failure"]),
@@ -455,14 +460,14 @@ def _failure_from_json(value: dict[str, Any] | None) -> Failure | None:
 
 def _turn_to_json(turn: Turn) -> dict[str, Any]:
     value = asdict(turn)
-    for result, record in zip(value["results"], turn.results, strict=True):
+    for result, record in zip(value["tool_results"], turn.tool_results, strict=True):
         result["images"] = [image.url for image in record.images]
     return value
 
 
 def _turn_from_json(value: dict[str, Any]) -> Turn:
-    results, follows = tuple(map(_record_from_json, value["results"])), value["follows"]
-    return Turn(**{**value, "results": results, "follows": None if follows is None else tuple(follows)})
+    results, follows = tuple(map(_record_from_json, value["tool_results"])), value["follows"]
+    return Turn(**{**value, "tool_results": results, "follows": None if follows is None else tuple(follows)})
 
 
 def _record_from_json(value: dict[str, Any]) -> ToolRecord:

@@ -106,5 +106,5 @@ class TokenTruncator:
 
 
 def _without_middle(text: str, head: int, tail: int) -> str:
-    left_out = len(text) - head - tail
-    return f"{text[:head]}\n[... {left_out} characters left out ...]\n{text[len(text) - tail :]}"
+    excluded = len(text) - head - tail
+    return f"{text[:head]}\n[... {excluded} characters left out ...]\n{text[len(text) - tail :]}"

@@ -206,14 +206,14 @@ class _PreflightRun:
 
         async def rolled() -> str:
             trajectory = await self._roll_out(oracle)
-            if trajectory.finish in ORACLE_FAILURES:
-                raise AgentFlyError(f"It ended after {len(trajectory.turns)} turns as {trajectory.finish}.")
+            if trajectory.finish_reason in ORACLE_FAILURES:
+                raise AgentFlyError(f"It ended after {len(trajectory.turns)} turns as {trajectory.finish_reason}.")
             played.append(trajectory)
             return _ended(trajectory)
 
         yield await self.check("rollout of the oracle", rolled)
         for trajectory in played:
-            records = [record for turn in trajectory.turns for record in turn.results]
+            records = [record for turn in trajectory.turns for record in turn.tool_results]
             for name in dict.fromkeys(record.call.name for record in records):
                 yield _tool_result(name, [record for record in records if record.call.name == name])
             if self.reward is not None:
@@ -244,7 +244,7 @@ class _PreflightRun:
             engine=self.engine,
             reward=self.reward,
             strategy=self.strategy,
-            max_failure_share=1.0,
+            max_failure_rate=1.0,
         ) as runner:
             trajectory = await anext(runner.batch([self.task], label="preflight"))
         if trajectory.failure is not None:
@@ -276,7 +276,7 @@ class _PreflightRun:
 
             async def proved() -> str:
                 runner = Runner(
-                    self.agent, policy=ready[0], engine=self.engine, strategy=self.strategy, max_failure_share=1.0
+                    self.agent, policy=ready[0], engine=self.engine, strategy=self.strategy, max_failure_rate=1.0
                 )
                 runners.append(await stack.enter_async_context(runner))
                 return "a conversation with these tools can be continued turn by turn"
@@ -358,7 +358,7 @@ def _tool_result(name: str, records: Sequence[ToolRecord]) -> CheckResult:
 
 
 def _ended(trajectory: Trajectory) -> str:
-    return f"{len(trajectory.turns)} turns, ended as {trajectory.finish}"
+    return f"{len(trajectory.turns)} turns, ended as {trajectory.finish_reason}"
 
 
 def _score(what: str, trajectory: Trajectory, whose: str) -> CheckResult:

@@ -133,9 +133,9 @@ class EvaluationScores(Brief):
             "success": _json_of(self.success()),
             "pass_at": {str(k): _json_of(self.pass_at(k)) for k in ks},
             "pass_hat": {str(k): _json_of(self.pass_hat(k)) for k in ks},
-            "left_out": self.excluded,
+            "excluded": self.excluded,
             "tasks": [
-                {"id": name, "rewards": scores.rewards, "successes": scores.successes, "left_out": scores.excluded}
+                {"id": name, "rewards": scores.rewards, "successes": scores.successes, "excluded": scores.excluded}
                 for name, scores in self.tasks.items()
             ],
         }
@@ -147,18 +147,18 @@ def default_ks(attempts: int) -> list[int]:
 
 
 def _scores(attempts: Sequence[Trajectory]) -> TaskScores:
-    counted, left_out = [], Counter[str]()
+    counted, excluded = [], Counter[str]()
     for trajectory in sorted(attempts, key=lambda one: one.attempt):
         cause = _exclusion_cause(trajectory)
         if cause is None:
             counted.append(trajectory)
         else:
-            left_out[cause] += 1
+            excluded[cause] += 1
     return TaskScores(
         task=attempts[0].task,
         rewards=tuple(one.reward for one in counted if one.reward is not None),
         successes=tuple(bool(is_success(one)) for one in counted),
-        excluded=dict(left_out),
+        excluded=dict(excluded),
     )
 
 
@@ -166,7 +166,7 @@ def _exclusion_cause(trajectory: Trajectory) -> str | None:
     """Why an attempt counts in nothing; None if it counts."""
     if trajectory.infrastructure_failed:
         return "infrastructure"
-    if trajectory.finish is FinishReason.CANCELLED:
+    if trajectory.finish_reason is FinishReason.CANCELLED:
         return "cancelled"
     return "unscored" if trajectory.reward is None else None
 
@@ -276,7 +276,7 @@ class EvaluationComparison(Brief):
             "success": asdict(self.success),
             "only_first": self.only_first,
             "only_second": self.only_second,
-            "without_scores": self.unscored,
+            "unscored": self.unscored,
             "tasks": [
                 {"id": pair.task_id, "first": pair.first.rewards, "second": pair.second.rewards} for pair in self.pairs
             ],

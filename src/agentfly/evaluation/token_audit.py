@@ -109,8 +109,8 @@ def audit_tokens(trajectories: Iterable[Trajectory], tokenizer: Tokenizer) -> To
 def drift_metrics(trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> dict[str, float]:
     """The audit of a batch as metrics, from at most `MAX_AUDITED` of its trajectories, spread evenly; none without ids.
 
-    ``tokens/drifted_share`` is the share of the sampled tokens that would not have been trained had they been made of
-    the text again, ``tokens/drifted_trajectories_share`` that of the trajectories in which there is one, and
+    ``tokens/drifted_fraction`` is the share of the sampled tokens that would not have been trained had they been made of
+    the text again, ``tokens/drifted_trajectories_fraction`` that of the trajectories in which there is one, and
     ``tokens/faults`` counts ids that were kept wrongly, which must be 0.
     """
     step = -(-len(trajectories) // MAX_AUDITED) or 1
@@ -118,8 +118,8 @@ def drift_metrics(trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> d
     if not audit.sampled_tokens:
         return {}
     return {
-        "tokens/drifted_share": audit.drifted_token_share,
-        "tokens/drifted_trajectories_share": audit.drifted_trajectory_share,
+        "tokens/drifted_fraction": audit.drifted_token_share,
+        "tokens/drifted_trajectories_fraction": audit.drifted_trajectory_share,
         "tokens/faults": float(len(audit.faults)),
     }
 

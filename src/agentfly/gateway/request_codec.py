@@ -206,7 +206,7 @@ class RequestCodec:
         if stopped_at is not None:
             text, content = text.partition(stopped_at)[0], content.partition(stopped_at)[0]
         calls: tuple[ToolCall, ...] = ()
-        if request.may_call and generation.finish == "stop":
+        if request.may_call and generation.finish_reason == "stop":
             found = (
                 self._calls.parse(with_opening_marker(reply.opened, text), _tools(request.tools))
                 if reply.calls is None

@@ -209,7 +209,7 @@ class ProgramSession:
                 start=place.start,
                 stop=place.stop,
                 text=answer.text,
-                stopped=answer.generation.finish == "stop",
+                ended_by_model=answer.generation.finish_reason == "stop",
                 generation_seconds=pending.seconds,
                 reasoning=reasoning,
                 content=None if content == answer.text else content,
@@ -257,7 +257,7 @@ class ProgramSession:
             trajectory.failure = self._log.no_answer_failure()
         spoiled = trajectory.infrastructure_failed  # its reward does not count
         trajectory.reward = None if spoiled else reward
-        trajectory.finish = self._finish_reason(given_up)
+        trajectory.finish_reason = self._finish_reason(given_up)
         trajectory.notes = self._notes(reward if spoiled else None)
         generation = sum(turn.generation_seconds for turn in trajectory.turns)
         trajectory.seconds = {"total": time.perf_counter() - self._started, "generation": generation}
@@ -355,11 +355,11 @@ class ProgramSession:
     def _record_results(self, parent: ModelCall, new: Sequence[Message]) -> None:
         """Note with a turn what the program answered its calls."""
         turns = self.trajectory.turns
-        if parent.turn is None or turns[parent.turn].results:
+        if parent.turn is None or turns[parent.turn].tool_results:
             return
         answers = {message.get("tool_call_id"): text_of(message["content"]) for message in new}
         results = [ToolRecord(call, answers[call.id]) for call in parent.calls if call.id in answers]
-        turns[parent.turn] = replace(turns[parent.turn], results=tuple(results))
+        turns[parent.turn] = replace(turns[parent.turn], tool_results=tuple(results))
 
     def _notes(self, dropped: float | None) -> list[str]:
         """What the record should say besides."""
@@ -378,7 +378,7 @@ class ProgramSession:
             return FinishReason.MAX_TURNS
         if given_up:
             return FinishReason.WALL_TIME  # the program, or who runs it, did not wait for an answer
-        return FinishReason.ANSWERED if turns[-1].stopped else FinishReason.LENGTH
+        return FinishReason.ANSWERED if turns[-1].ended_by_model else FinishReason.LENGTH
 
     def _branch_after(self, parent: ModelCall | None) -> SequenceBranch:
         if parent is not None and parent.branch.last_call is parent and not parent.branch.busy:

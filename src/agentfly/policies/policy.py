@@ -91,14 +91,14 @@ class Generation(Brief):
         logprobs: per id, its log-prob under the distribution it was sampled from (temperature, cuts and bars applied);
             None where the policy cannot tell, which makes the trajectory untrainable. No id is one that no token has
             (`agentfly.policies.policy`).
-        finish: ``stop`` if a stop id was sampled, ``length`` if ``max_tokens`` or the context length cut it.
+        finish_reason: ``stop`` if a stop id was sampled, ``length`` if ``max_tokens`` or the context length cut it.
         version: version of the policy's weights that sampled the tokens; one for each id where they changed meanwhile.
         raw_logprobs: per id, its log-prob at temperature 1, without cuts and bars; None where the policy cannot tell.
     """
 
     ids: Sequence[int]
     logprobs: Sequence[float] | None
-    finish: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length"]
     version: int | Sequence[int]
     raw_logprobs: Sequence[float] | None = None
 

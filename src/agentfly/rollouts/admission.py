@@ -70,9 +70,9 @@ class ConcurrencyStats:
         return {
             "concurrency/rollouts": self.rollout_seconds / self.seconds,
             "concurrency/generations": self.generation_seconds / self.seconds,
-            "concurrency/held_by_limit": self.blocked_fraction(BlockReason.LIMIT),
-            "concurrency/held_by_policy": self.blocked_fraction(BlockReason.POLICY),
-            "concurrency/held_by_resources": self.blocked_fraction(BlockReason.RESOURCES),
+            "concurrency/blocked_by_limit": self.blocked_fraction(BlockReason.LIMIT),
+            "concurrency/blocked_by_policy": self.blocked_fraction(BlockReason.POLICY),
+            "concurrency/blocked_by_resources": self.blocked_fraction(BlockReason.RESOURCES),
         }
 
 

@@ -53,7 +53,7 @@ class AttemptGroup:
     @property
     def complete(self) -> bool:
         """Whether every attempt has come to its own end, none cut off by a cancellation."""
-        finishes = [trajectory.finish for trajectory in self.ended]
+        finishes = [trajectory.finish_reason for trajectory in self.ended]
         return len(finishes) == self.attempts and FinishReason.CANCELLED not in finishes
 
     @property
@@ -74,7 +74,9 @@ class AttemptGroup:
         """
         sound = [trajectory for trajectory in self.ended if not trajectory.infrastructure_failed]
         self.ended = [
-            replace(one, finish=FinishReason.CANCELLED, reward=None) if not one.infrastructure_failed else replace(one)
+            replace(one, finish_reason=FinishReason.CANCELLED, reward=None)
+            if not one.infrastructure_failed
+            else replace(one)
             for one in self.ended
         ]
         return len(sound)

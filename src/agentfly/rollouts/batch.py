@@ -304,9 +304,9 @@ class Batch:
         except BaseException as error:
             self._propagate(error, task)
             if isinstance(error, asyncio.CancelledError) and self._is_cancelled(group):
-                trajectory.finish, trajectory.reward = FinishReason.CANCELLED, None
+                trajectory.finish_reason, trajectory.reward = FinishReason.CANCELLED, None
             else:  # a fault of the loop itself, or something in the rollout has cancelled it from within
-                trajectory.finish, trajectory.failure = FinishReason.FAILED, Failure.of(error)
+                trajectory.finish_reason, trajectory.failure = FinishReason.FAILED, Failure.of(error)
         finally:
             guest.release()
         if not self._over and not work.abandoned:
@@ -342,7 +342,7 @@ class Batch:
     def _ended(self, group: AttemptGroup, trajectory: Trajectory) -> None:
         """A rollout has ended, and is recorded."""
         group.ended.append(trajectory)
-        self._cancelled += trajectory.finish is FinishReason.CANCELLED
+        self._cancelled += trajectory.finish_reason is FinishReason.CANCELLED
         if self._score_group is None:
             self._make_ready(trajectory)
         self._check_complete(group)
@@ -384,7 +384,7 @@ class Batch:
         else:
             lost = work.trajectory
             cancelled = Trajectory(lost.rollout_id, lost.group_id, lost.task, lost.attempt)
-            cancelled.finish = FinishReason.CANCELLED
+            cancelled.finish_reason = FinishReason.CANCELLED
             self._ended(work.group, cancelled)
 
     def _scored(self, group: AttemptGroup) -> None:
@@ -400,7 +400,7 @@ class Batch:
         self._ready[trajectory.rollout_id] = trajectory
         waiting = self._backlog.rollouts
         rollouts = None if waiting is None else waiting + self._begun
-        if trajectory.finish is not FinishReason.CANCELLED and (
+        if trajectory.finish_reason is not FinishReason.CANCELLED and (
             error := self._health.record(trajectory, rollouts=rollouts)
         ):
             self._fail(error)

@@ -26,17 +26,17 @@ class FailureBudget:
     ``n`` at a time a window of ``n / (1 - s)`` is the least in which a run with just that share goes on.
 
     Args:
-        max_failure_share: the share that may be lost.
+        max_failure_rate: the share that may be lost.
         at_a_time: how many rollouts have run at a time.
 
     Raises:
         ConfigError: the share is none.
     """
 
-    def __init__(self, max_failure_share: float, at_a_time: Callable[[], int]) -> None:
-        if not 0 <= max_failure_share <= 1:
-            raise ConfigError(f"max_failure_share={max_failure_share!r}: a share lies between 0 and 1.")
-        self._share = max_failure_share
+    def __init__(self, max_failure_rate: float, at_a_time: Callable[[], int]) -> None:
+        if not 0 <= max_failure_rate <= 1:
+            raise ConfigError(f"max_failure_rate={max_failure_rate!r}: a share lies between 0 and 1.")
+        self._share = max_failure_rate
         self._window: deque[bool] = deque()  # whether each of those that ended last was spoiled
         self._spoiled_lately = 0
         self._at_a_time = at_a_time

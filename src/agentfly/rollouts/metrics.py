@@ -14,9 +14,9 @@ METRIC_NAMES = (
     "rollouts",
     "turns/mean",
     "tool_calls/mean",
-    "tool_errors/share",
-    "invalid_calls/share",
-    "truncated/share",
+    "tool_errors/rate",
+    "invalid_calls/rate",
+    "truncated/rate",
     "unscored",
     "failures/infrastructure",
     "response_length/mean",
@@ -45,27 +45,27 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Means and counts over trajectories; every value is finite.
 
     Means of reward and success are over the scored trajectories that infrastructure did not spoil, and left out where
-    there is none; other means over those that ended by themselves and were not spoiled. ``truncated/share`` is the
+    there is none; other means over those that ended by themselves and were not spoiled. ``truncated/rate`` is the
     share in which a limit on tokens cut something off, ``sequences/mean`` the number of token sequences of a trajectory
     (under the chain strategy, one for each conversation, a subagent's too, and one more for each break), of which
-    ``sequence_breaks/mean`` are those begun beyond the first of each conversation, ``invalid_calls/share`` the share of
+    ``sequence_breaks/mean`` are those begun beyond the first of each conversation, ``invalid_calls/rate`` the share of
     the tool calls that could not be executed at all. The spoiled are counted by cause under ``failures/…``, tool errors
     under ``tool_errors/…``, and all trajectories by why they ended under ``finish/…``.
     Lengths and sequences are left out where text came without token ids, so that nobody knows them. ``usage/…`` is the
-    number of tokens that all turns read and sampled, those of spoiled rollouts included; ``usage/untold_turns`` those
+    number of tokens that all turns read and sampled, those of spoiled rollouts included; ``usage/unknown_turns`` those
     turns whose number of tokens an endpoint did not tell, if there are any.
     """
-    sound = [t for t in trajectories if not t.infrastructure_failed and t.finish is not FinishReason.CANCELLED]
+    sound = [t for t in trajectories if not t.infrastructure_failed and t.finish_reason is not FinishReason.CANCELLED]
     scored = [t for t in sound if t.reward is not None]
-    results = [result for t in sound for turn in t.turns for result in turn.results]
+    results = [result for t in sound for turn in t.turns for result in turn.tool_results]
     rewards = [t.reward for t in scored if t.reward is not None]
     metrics = {
         "rollouts": float(len(trajectories)),
         "turns/mean": _mean(float(len(t.turns)) for t in sound),
         "tool_calls/mean": len(results) / len(sound) if sound else 0.0,
-        "tool_errors/share": _mean(float(result.failure is not None) for result in results),
-        "invalid_calls/share": _mean(float(_invalid(result)) for result in results),
-        "truncated/share": _mean(float(_truncated(t)) for t in sound),
+        "tool_errors/rate": _mean(float(result.failure is not None) for result in results),
+        "invalid_calls/rate": _mean(float(_invalid(result)) for result in results),
+        "truncated/rate": _mean(float(_truncated(t)) for t in sound),
         "unscored": float(sum(t.reward is None for t in trajectories)),
         "failures/infrastructure": float(sum(t.infrastructure_failed for t in trajectories)),
     }
@@ -84,7 +84,9 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics[f"tool_errors/{kind}"] = float(count)
     for cause, count in sorted(_causes(trajectories).items()):
         metrics[f"failures/{cause}"] = float(count)
-    for reason, count in sorted(Counter(t.finish.value for t in trajectories if t.finish is not None).items()):
+    for reason, count in sorted(
+        Counter(t.finish_reason.value for t in trajectories if t.finish_reason is not None).items()
+    ):
         metrics[f"finish/{reason}"] = float(count)
     for part in ("generation", "tools", "waiting", "reward", "total"):
         metrics[f"rollout_seconds/{part}"] = _mean(t.seconds.get(part, 0.0) for t in trajectories)
@@ -119,7 +121,7 @@ def _usage(turns: Sequence[Turn]) -> dict[str, float]:
         "usage/prompt_tokens": float(sum(turn.prompt_tokens or 0 for turn in told)),
         "usage/sampled_tokens": float(sum(turn.sampled_tokens or 0 for turn in told)),
     }
-    return usage if len(told) == len(turns) else usage | {"usage/untold_turns": float(len(turns) - len(told))}
+    return usage if len(told) == len(turns) else usage | {"usage/unknown_turns": float(len(turns) - len(told))}
 
 
 def _invalid(result: ToolRecord) -> bool:
@@ -132,7 +134,9 @@ def _breaks(trajectory: Trajectory) -> int:
 
 
 def _truncated(trajectory: Trajectory) -> bool:
-    return trajectory.finish is FinishReason.LENGTH or any(sequence.truncated for sequence in trajectory.sequences)
+    return trajectory.finish_reason is FinishReason.LENGTH or any(
+        sequence.truncated for sequence in trajectory.sequences
+    )
 
 
 def _sampled(trajectory: Trajectory) -> int:

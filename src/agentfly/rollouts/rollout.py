@@ -113,7 +113,7 @@ class Rollout:
 
     def _cancelled(self) -> None:
         trajectory = self.trajectory
-        trajectory.finish = FinishReason.CANCELLED
+        trajectory.finish_reason = FinishReason.CANCELLED
         trajectory.reward = trajectory.failure = trajectory.reward_failure = None
 
     def _go_on_if_wanted(self) -> None:
@@ -159,16 +159,16 @@ class Rollout:
             )
             trajectory.messages = conversation.messages
             try:
-                trajectory.finish = await conversation.run()
+                trajectory.finish_reason = await conversation.run()
             except ConversationRefused as error:
-                trajectory.finish, trajectory.failure = FinishReason.FAILED, Failure.of(error)
+                trajectory.finish_reason, trajectory.failure = FinishReason.FAILED, Failure.of(error)
             scribe.finish()
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # a policy's library that would end the process ends its rollout
             if should_propagate(error, task):
                 raise
-            trajectory.finish = FinishReason.FAILED
+            trajectory.finish_reason = FinishReason.FAILED
             trajectory.failure = Failure.of(error)
 
 
@@ -177,7 +177,7 @@ def _finished_event(trajectory: Trajectory) -> RolloutFinished:
     return RolloutFinished(
         rollout_id=trajectory.rollout_id,
         group_id=trajectory.group_id,
-        finish=trajectory.finish or FinishReason.FAILED,
+        finish_reason=trajectory.finish_reason or FinishReason.FAILED,
         reward=trajectory.reward,
         turns=len(trajectory.turns),
         sampled_tokens=sum(sequence.sampled_count for sequence in trajectory.sequences),

@@ -385,4 +385,4 @@ def _is_at(file: FileIO, path: Path) -> bool:
 
 def has_finished(trajectory: Trajectory) -> bool:
     """Whether an attempt came to an end that counts, and is not to be made again."""
-    return trajectory.finish is not FinishReason.CANCELLED and not trajectory.infrastructure_failed
+    return trajectory.finish_reason is not FinishReason.CANCELLED and not trajectory.infrastructure_failed

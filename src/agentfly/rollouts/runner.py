@@ -91,7 +91,7 @@ class RunnerSettings(TypedDict, total=False):
     subagent_policies: Mapping[str, Policy | ChatPolicy]
     max_concurrent_rollouts: int | None
     max_concurrent_starts: int | None
-    max_failure_share: float
+    max_failure_rate: float
 
 
 class Runner:
@@ -117,7 +117,7 @@ class Runner:
             ``"step"``, one for each turn.
         subagent_policies: what subagents with another model speak by, by the model; made of it if not given. What these
             sample is not trained.
-        max_failure_share: a batch stops once more than this share of it, or of the rollouts that ended last, failed for
+        max_failure_rate: a batch stops once more than this share of it, or of the rollouts that ended last, failed for
             infrastructure's reasons (see `FailureBudget`).
 
     Raises:
@@ -136,7 +136,7 @@ class Runner:
         subagent_policies: Mapping[str, Policy | ChatPolicy] = NO_POLICIES,
         max_concurrent_rollouts: int | None = None,
         max_concurrent_starts: int | None = None,
-        max_failure_share: float = 0.5,
+        max_failure_rate: float = 0.5,
     ) -> None:
         require_agent(agent)
         if reward is not None:
@@ -147,7 +147,7 @@ class Runner:
         ):
             if most is not None:
                 require_whole("Runner", **{name: most})
-        require_number("Runner", least=0, most=1, max_failure_share=max_failure_share)
+        require_number("Runner", least=0, most=1, max_failure_rate=max_failure_rate)
         require_engine(engine)
         require_events(events)
         if engine is not None and max_concurrent_starts is not None:
@@ -166,7 +166,7 @@ class Runner:
         self._subagent_policies = subagent_policies
         self._max_concurrent = max_concurrent_rollouts
         self._max_concurrent_starts = max_concurrent_starts
-        self._max_failure_share = max_failure_share
+        self._max_failure_share = max_failure_rate
         self._owned = AsyncExitStack()
         self._admission: Admission | None = None
         self._batches: set[Batch] = set()

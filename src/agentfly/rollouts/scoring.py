@@ -158,7 +158,7 @@ async def score_group(
 
 
 def _is_eligible(trajectory: Trajectory, reward: GroupReward) -> bool:
-    if trajectory.finish is FinishReason.CANCELLED or not can_be_scored(trajectory):
+    if trajectory.finish_reason is FinishReason.CANCELLED or not can_be_scored(trajectory):
         return False
     return reward.after is None or reward.after.name in trajectory.metrics
 

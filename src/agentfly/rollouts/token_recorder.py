@@ -152,7 +152,7 @@ class TokenRecorder:
         start = len(sequence)
         sequence.append_sampled(ids, generation.logprobs, generation.version, generation.raw_logprobs)
         self._returned = ids
-        if generation.finish == "length":
+        if generation.finish_reason == "length":
             sequence.truncated = True
         assert self._current is not None
         place = TokenSpan(self._current, start, len(sequence))

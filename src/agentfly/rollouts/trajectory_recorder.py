@@ -52,7 +52,7 @@ class TrajectoryRecorder:
             start=place.start,
             stop=place.stop,
             text=said.text,
-            stopped=said.ended_by_model,
+            ended_by_model=said.ended_by_model,
             generation_seconds=said.seconds,
             reasoning=said.reasoning,
             content=None if said.content == said.text else said.content,
@@ -81,7 +81,7 @@ class TrajectoryRecorder:
     def record_results(self, index: int, results: Sequence[ToolRecord]) -> None:
         """Write down what came of a turn's calls."""
         turns = self.trajectory.turns
-        turns[index] = replace(turns[index], results=tuple(results))
+        turns[index] = replace(turns[index], tool_results=tuple(results))
 
     def finish(self) -> None:
         """All conversations have ended: check every invariant of the tokens, and freeze the sequences."""
@@ -152,8 +152,8 @@ def states_of(trajectory: Trajectory) -> list[str]:
             situations[turn.conversation] = AnchorState(_opening(trajectory, turn))
         situation = situations[turn.conversation]
         states.append(situation.text if turn.anchor else "")
-        if turn.results:
-            situation.update(turn.results)
+        if turn.tool_results:
+            situation.update(turn.tool_results)
     return states
 
 

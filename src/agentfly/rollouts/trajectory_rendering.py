@@ -103,12 +103,14 @@ class TrajectoryRenderer:
         places = {}
         for turn in turns:
             strategy.render_view(messages, agent.tools_for_template)
-            calls = tuple(result.call for result in turn.results)
-            answers = [agent.result_message(result.call, result.observation) for result in turn.results]
+            calls = tuple(result.call for result in turn.tool_results)
+            answers = [agent.result_message(result.call, result.observation) for result in turn.tool_results]
             text = _text(agent, turn, calls)
             reasoning = turn.reasoning if turn.content is None else None
             ids = chat.encode_turn(text, reasoning=reasoning, answers=answers, tools=agent.tools_for_template)
-            generation = Generation(ids, None, "stop", 0) if turn.stopped else Generation(ids[:-1], None, "length", 0)
+            generation = (
+                Generation(ids, None, "stop", 0) if turn.ended_by_model else Generation(ids[:-1], None, "length", 0)
+            )
             if tape.remaining < len(generation.ids):
                 raise CannotRender(
                     "too_long",
@@ -157,7 +159,7 @@ def _text(agent: Agent, turn: Turn, calls: Sequence[ToolCall]) -> str:
     Raises:
         CannotRender: its calls are written in another format within the text.
     """
-    if not turn.stopped or [
+    if not turn.ended_by_model or [
         (one.name, one.arguments) for one in agent.parse_calls(turn.text, opened=_opened(turn))
     ] == [(one.name, one.arguments) for one in calls]:
         return turn.text
@@ -173,7 +175,7 @@ def _text(agent: Agent, turn: Turn, calls: Sequence[ToolCall]) -> str:
 
 def _require_no_images(messages: Sequence[Message], turns: Sequence[Turn]) -> None:
     shown = any(images_of(message["content"]) for message in messages)
-    if shown or any(result.images for turn in turns for result in turn.results):
+    if shown or any(result.images for turn in turns for result in turn.tool_results):
         raise CannotRender("images", "A conversation with images cannot be learned from: the learner has no eyes.")
 
 

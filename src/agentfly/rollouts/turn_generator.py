@@ -173,7 +173,7 @@ class TokenTurnGenerator:
             )
         place = tape.append_sampled(generation)
         reply = self._chat.parse_reply(generation.ids)
-        stopped = generation.finish == "stop"
+        stopped = generation.finish_reason == "stop"
         calls = self._numbers.assign_ids(self._calls_in(reply)) if stopped else ()
         if reply.calls is None:
             message = agent.assistant_message(reply.text, calls, opened=reply.opened)

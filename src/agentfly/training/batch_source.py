@@ -127,7 +127,7 @@ async def collect_step_batch(source: GroupSource, cursor: int, config: TrainConf
     at_a_time = (config.tasks_per_step + ahead) * config.attempts
     if config.max_concurrent_rollouts is not None:
         at_a_time = min(at_a_time, config.max_concurrent_rollouts)
-    health = FailureBudget(config.max_failure_share, lambda: at_a_time)
+    health = FailureBudget(config.max_failure_rate, lambda: at_a_time)
     refills_left = config.dynamic_sampling.max_refills if config.dynamic_sampling else 0
     kept: list[RolloutGroup] = []
     dropped: list[RolloutGroup] = []

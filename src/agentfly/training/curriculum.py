@@ -218,7 +218,7 @@ class CurriculumTaskOrder(TaskOrder):
     def metrics(self, cursor: int) -> dict[str, float]:
         """Return the epoch at the cursor and the number of tasks that it excludes."""
         epoch = self._epoch_at(max(cursor - 1, 0))
-        return {"tasks/epoch": float(epoch.number), "tasks/left_out": float(len(self._tasks) - len(epoch.indices))}
+        return {"tasks/epoch": float(epoch.number), "tasks/excluded": float(len(self._tasks) - len(epoch.indices))}
 
     def _epoch_at(self, index: int) -> _Epoch:
         return next(epoch for epoch in reversed(self._epochs) if epoch.start <= index)

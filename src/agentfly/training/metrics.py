@@ -26,9 +26,9 @@ def group_metrics(trajectories: Sequence[Trajectory], batch: RowBatch) -> dict[s
     count = max(len(groups), 1)
     return {
         "groups": float(len(groups)),
-        "groups/singleton_share": sum(len(group) == 1 for group in groups) / count,
-        "groups/zero_variance_share": sum(map(_has_zero_variance, groups)) / count,
-        "groups/empty_share": sum(not group for group in groups) / count,
+        "groups/singleton_fraction": sum(len(group) == 1 for group in groups) / count,
+        "groups/zero_variance_fraction": sum(map(_has_zero_variance, groups)) / count,
+        "groups/empty_fraction": sum(not group for group in groups) / count,
     }
 
 
@@ -44,13 +44,13 @@ def row_metrics(batch: RowBatch, version: int) -> dict[str, float]:
         "rows": float(len(batch.rows)),
         "rows/sampled_tokens": float(sum(len(row.targets) for row in batch.rows)),
         "rows/tokens": float(sum(len(row) for row in batch.rows)),
-        "rows/truncated_share": sum(row.truncated for row in batch.rows) / max(len(batch.rows), 1),
-        "anchors/singleton_share": _singleton_fraction(batch.rows),
+        "rows/truncated_fraction": sum(row.truncated for row in batch.rows) / max(len(batch.rows), 1),
+        "anchors/singleton_fraction": _singleton_fraction(batch.rows),
         "policy/version": float(version),
         "policy/staleness_mean": sum(staleness) / max(len(staleness), 1),
         "policy/staleness_max": float(max(staleness, default=0)),
     }
-    return metrics | {f"left_out/{cause}": float(number) for cause, number in sorted(batch.excluded.items())}
+    return metrics | {f"excluded/{cause}": float(number) for cause, number in sorted(batch.excluded.items())}
 
 
 def _has_zero_variance(rewards: Mapping[str, float]) -> bool:

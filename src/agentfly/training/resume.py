@@ -28,7 +28,7 @@ FREE_TO_CHANGE = frozenset(
         "max_concurrent_generations",
         "max_concurrent_rollouts",
         "max_concurrent_starts",
-        "max_failure_share",
+        "max_failure_rate",
         "threads",
         "trackers",
         "project",

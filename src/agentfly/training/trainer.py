@@ -344,7 +344,7 @@ class Trainer:
             subagent_policies=self._subagent_policies,
             max_concurrent_rollouts=self._config.max_concurrent_rollouts,
             max_concurrent_starts=self._config.max_concurrent_starts,
-            max_failure_share=self._config.max_failure_share,
+            max_failure_rate=self._config.max_failure_rate,
         )
 
     # --- a step -------------------------------------------------------------------------------------------------------
@@ -381,7 +381,7 @@ class Trainer:
                 "time/rollout_s": collected - started,
                 "time/update_s": ended - collected,
                 "time/step_s": ended - started,
-                "time/overlap_share": min(1.0, (components.busy_timer.seconds - running) / (ended - collected)),
+                "time/overlap_fraction": min(1.0, (components.busy_timer.seconds - running) / (ended - collected)),
             }
         )
         self._events.emit(StepFinished(step=step, metrics=metrics, histograms=seconds))

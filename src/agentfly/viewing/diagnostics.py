@@ -96,7 +96,7 @@ class TrainingDiagnostics:
 
 def _no_learning_reason(metrics: dict[str, float]) -> str:
     """Return why a step learned nothing from rewards, or an empty string if it did."""
-    shares = ("groups/zero_variance_share", "groups/singleton_share", "groups/empty_share")
+    shares = ("groups/zero_variance_fraction", "groups/singleton_fraction", "groups/empty_fraction")
     equal = sum(metrics.get(name, 0.0) for name in shares) > 1 - 1e-9
     if metrics.get("policy/updates", 1.0) > 0.0:
         # A loss above 0 means that equal rewards taught something: not all algorithms compare attempts at a task.
@@ -105,10 +105,10 @@ def _no_learning_reason(metrics: dict[str, float]) -> str:
         return "the gradient was not finite"
     if metrics.get("mismatch/masked_fraction", 0.0) == 1.0:
         return "rollout correction left out every token"
-    if metrics.get("advantages/zero_share", 1.0) < 1.0:
+    if metrics.get("advantages/zero_fraction", 1.0) < 1.0:
         return "the critic learned alone (critic.warmup_steps)"
     if equal:
         return _EQUAL_SCORES
-    if metrics.get("rows", 1.0) == 0.0 and metrics.get("left_out/no_baseline", 0.0) > 0.0:
+    if metrics.get("rows", 1.0) == 0.0 and metrics.get("excluded/no_baseline", 0.0) > 0.0:
         return "no task has the score of a greedy rollout"
     return "every advantage was 0"

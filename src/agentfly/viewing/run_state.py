@@ -100,7 +100,7 @@ class RunState:
                 self.activity = None
             case RolloutFinished():
                 self.running -= 1
-                if event.finish == FinishReason.CANCELLED:  # unfinished: a resumed run rolls it out again
+                if event.finish_reason == FinishReason.CANCELLED:  # unfinished: a resumed run rolls it out again
                     self.cancelled += 1
                     return
                 self.finished += 1

@@ -78,7 +78,7 @@ def _append_conversation(text: Text, turns: Sequence[Turn], name: str, max_lines
         note = f", begins sequence {turn.sequence + 1}" * begins + _branch_note(turns, turn, before)
         _append_turn(text, turn, max_lines, indent=indent, note=note)
         shown.add(turn.index)
-        for result in turn.results:
+        for result in turn.tool_results:
             _append_call(text, result, indent + 2)
             answered = "/".join(filter(None, (name, result.call.id)))
             shown |= _append_conversation(text, turns, answered, max_lines, indent=indent + 4)
@@ -100,7 +100,7 @@ def _append_turn(text: Text, turn: Turn, max_lines: int, *, indent: int, note: s
     agent = f" of {escape_control_characters(turn.agent)}" if turn.agent else ""
     what = ", to be remembered" if turn.kind == "memory" else ""
     text.append(f"{' ' * indent}turn {turn.index + 1}{agent}{what}", _LABEL)
-    limit = "" if turn.stopped else ", cut by a limit"
+    limit = "" if turn.ended_by_model else ", cut by a limit"
     reward = "" if turn.reward is None else f", reward {turn.reward:g}"
     tokens = f"{turn.stop - turn.start} tokens" if turn.sequence >= 0 else "untold tokens"
     by = f", by {escape_control_characters(turn.policy)}" if turn.policy else ""
@@ -136,7 +136,7 @@ def _append_observation(text: Text, result: ToolRecord, max_lines: int, indent: 
 
 def _append_end(text: Text, trajectory: Trajectory) -> None:
     reward = "unscored" if trajectory.reward is None else f"reward {trajectory.reward:g}"
-    finish = trajectory.finish or "not finished"
+    finish = trajectory.finish_reason or "not finished"
     text.append(f"{reward}", "bold")
     turns = len(trajectory.turns)
     text.append(f"  {finish} after {pluralize(turns, 'turn')}", _QUIET)
@@ -163,7 +163,7 @@ def _append_block(text: Text, content: str, *, max_lines: int, indent: int = 2, 
     if len(lines) > max_lines:
         head = (max_lines + 1) // 2
         tail = max_lines - head
-        left_out = f"… {len(lines) - max_lines} lines …"
-        lines = [*lines[:head], left_out, *(lines[-tail:] if tail else [])]
+        excluded = f"… {len(lines) - max_lines} lines …"
+        lines = [*lines[:head], excluded, *(lines[-tail:] if tail else [])]
     for line in lines:
         text.append(" " * indent + line + "\n", style)

@@ -21,7 +21,7 @@ class TestReport:
         failed: the other names: tests that failed, were skipped, or did not run.
         problem: why no test counts as passed, where something went wrong with all of them; else empty.
         output: the end of what the tests printed, for people. The tested code may have printed it.
-        left_out: paths of the agent's work that were not graded, because they would change how tests run.
+        excluded: paths of the agent's work that were not graded, because they would change how tests run.
         seconds: how long the tests took.
     """
 
@@ -31,7 +31,7 @@ class TestReport:
     failed: tuple[str, ...]
     problem: str = ""
     output: str = ""
-    left_out: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
     seconds: float = 0.0
 
     @property

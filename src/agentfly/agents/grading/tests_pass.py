@@ -41,13 +41,13 @@ class AgentFiles:
         folder: where the copies are; the caller removes it.
 
     Attributes:
-        left_out: paths of what was not taken, because it would change how tests run.
+        excluded: paths of what was not taken, because it would change how tests run.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._copies: list[tuple[str, Path]] = []
-        self.left_out: list[str] = []
+        self.excluded: list[str] = []
 
     async def download_from(self, box: Container, path: str, max_bytes: int) -> None:
         """Copy a file or directory out of a box.
@@ -58,12 +58,12 @@ class AgentFiles:
             ResourceDied: the box has ended.
         """
         if _changes_tests(posixpath.basename(path)):
-            self.left_out.append(path)
+            self.excluded.append(path)
             return
         copy = self._folder / str(len(self._copies))
         lost = await box.download(path, copy, max_bytes=max_bytes)
         removed = await run_in_thread(_without_what_changes_tests, copy)
-        self.left_out += [posixpath.join(path, each) for each in (*lost, *removed)]
+        self.excluded += [posixpath.join(path, each) for each in (*lost, *removed)]
         self._copies.append((path, copy))
 
     async def upload_to(self, box: Container) -> None:
@@ -183,7 +183,7 @@ async def tests_pass(
         tuple(name for each in found for name in each.failed),
         "; ".join(dict.fromkeys(each.problem for each in found if each.problem)),
         "\n".join(each.output for each in found if each.output),
-        tuple(taken.left_out),
+        tuple(taken.excluded),
         sum(each.seconds for each in found),
     )
 

@@ -48,7 +48,7 @@ class FixedLengthPolicy(EmbeddedPolicy):
         """Sample without an end of turn, as trl does until ``min_new_tokens``."""
         endless = replace(sampling, stop_ids=(), suppressed_ids=sampling.stop_ids)
         generation = await super().generate(prompt_ids, endless, rollout_id=rollout_id, images=images)
-        return replace(generation, finish="stop")
+        return replace(generation, finish_reason="stop")
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def right_shelf(trajectory: af.Trajectory, item: str) -> dict[str, float]:
 
     Other numbers beside ``reward`` appear in the metrics, as ``reward_metrics/called``.
     """
-    calls = [result.call for turn in trajectory.turns for result in turn.results if result.failure is None]
+    calls = [result.call for turn in trajectory.turns for result in turn.tool_results if result.failure is None]
     right = any(call.arguments == {"item": item} for call in calls)
     return {"reward": float(right), "called": float(bool(calls))}
 

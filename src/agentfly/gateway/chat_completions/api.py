@@ -81,7 +81,7 @@ class ChatCompletionResponse:
 
     @property
     def _reason(self) -> str:
-        return "tool_calls" if self._answer.calls else self._answer.generation.finish
+        return "tool_calls" if self._answer.calls else self._answer.generation.finish_reason
 
     @property
     def _usage(self) -> dict[str, int]:

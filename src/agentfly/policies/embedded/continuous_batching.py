@@ -41,7 +41,7 @@ class GenerationRequest:
         noise: where the request's uniform numbers come from, so that they do not depend on other requests.
         ids, logprobs, raw_logprobs: the sampled tokens.
         version: version of the weights that sample it, known once it has joined the batch.
-        finish: why it ended; None while it runs.
+        finish_reason: why it ended; None while it runs.
         cancelled: set, from any thread, when nobody waits for the result any more.
     """
 
@@ -53,7 +53,7 @@ class GenerationRequest:
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     version: int = 0
-    finish: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length"] | None = None
     cancelled: bool = False
 
 
@@ -74,9 +74,15 @@ class ContinuousBatch:
     """Requests that wait and rows that run, on one model. Not thread-safe: one thread owns it."""
 
     def __init__(
-        self, model: PreTrainedModel, *, max_concurrent: int, max_resident: int, context_length: int, version: int = 0
+        self,
+        model: PreTrainedModel,
+        *,
+        max_concurrent: int,
+        max_cached_sequences: int,
+        context_length: int,
+        version: int = 0,
     ) -> None:
-        """``max_resident`` is at least ``max_concurrent``, so that a running row always has a slot."""
+        """``max_cached_sequences`` is at least ``max_concurrent``, so that a running row always has a slot."""
         self.waiting: deque[GenerationRequest] = deque()  # those of higher priority first
         self._model = model
         self._head = OutputLayer(model)
@@ -84,7 +90,7 @@ class ContinuousBatch:
         self._context_length = context_length
         self._version = version
         self._rows: list[_RunningSequence] = []
-        self._table = SlotTable(max_resident)
+        self._table = SlotTable(max_cached_sequences)
         self._store = KVCache()
 
     @property
@@ -134,7 +140,7 @@ class ContinuousBatch:
                 last.append(offset - 1)
         if ready:
             self._sample(ready, hidden[last])
-        ended = [row for row in ready if row.request.finish is not None]
+        ended = [row for row in ready if row.request.finish_reason is not None]
         self._leave(ended)
         return [row.request for row in ended]
 
@@ -228,9 +234,9 @@ class ContinuousBatch:
             request.raw_logprobs.append(raw_logprob)
             row.resident.ids.append(token)
             if token in request.sampling.stop_ids:
-                request.finish = "stop"
+                request.finish_reason = "stop"
             elif len(request.ids) >= request.sampling.max_tokens or len(row.resident.ids) >= self._context_length:
-                request.finish = "length"
+                request.finish_reason = "length"
 
     def _leave(self, rows: list[_RunningSequence]) -> None:
         for row in rows:
@@ -269,7 +275,7 @@ class SamplerThread:
         try:
             await future
         finally:
-            request.cancelled = request.finish is None
+            request.cancelled = request.finish_reason is None
             del self._futures[request]
 
     def enqueue(self, action: Callable[[ContinuousBatch], None]) -> None:

@@ -44,7 +44,7 @@ class EmbeddedPolicy:
         tokenizer: HFTokenizer,
         *,
         max_concurrent_generations: int = 64,
-        max_resident: int | None = None,
+        max_cached_sequences: int | None = None,
         max_context_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -54,7 +54,7 @@ class EmbeddedPolicy:
             model: a causal language model whose attention can be chosen (see `packed_attention`).
             tokenizer: its tokenizer.
             max_concurrent_generations: the most generations in the running batch; others wait, in their order.
-            max_resident: the most sequences whose keys and values are in memory, running ones included; by default
+            max_cached_sequences: the most sequences whose keys and values are in memory, running ones included; by default
                 twice ``max_concurrent_generations``. Each takes memory for up to twice its tokens.
             max_context_tokens: the most tokens of a sequence, prompt and sampled; by default what the model can hold.
             seed: where all random numbers of the policy come from.
@@ -63,11 +63,11 @@ class EmbeddedPolicy:
             ConfigError: a limit is out of its range.
         """
         longest = int(model.config.max_position_embeddings)
-        resident = 2 * max_concurrent_generations if max_resident is None else max_resident
+        resident = 2 * max_concurrent_generations if max_cached_sequences is None else max_cached_sequences
         if max_concurrent_generations < 1 or resident < max_concurrent_generations:
             raise ConfigError(
-                f"max_concurrent_generations is {max_concurrent_generations} and max_resident {resident}; they must be "
-                "at least 1, and max_resident no less than max_concurrent_generations."
+                f"max_concurrent_generations is {max_concurrent_generations} and max_cached_sequences {resident}; they must be "
+                "at least 1, and max_cached_sequences no less than max_concurrent_generations."
             )
         if max_context_tokens is not None and not 2 <= max_context_tokens <= longest:
             raise ConfigError(f"max_context_tokens is {max_context_tokens}; this model can hold 2 to {longest} tokens.")
@@ -76,7 +76,7 @@ class EmbeddedPolicy:
         self._tokenizer = tokenizer
         self._context_length = max_context_tokens or longest
         self.max_concurrent_generations = max_concurrent_generations
-        self._max_resident = resident
+        self._max_cached_sequences = resident
         self._seed = seed
         self._version = 0
         self._turns: Counter[str] = Counter()
@@ -91,7 +91,7 @@ class EmbeddedPolicy:
         device: str = "auto",
         dtype: str = "auto",
         max_concurrent_generations: int = 64,
-        max_resident: int | None = None,
+        max_cached_sequences: int | None = None,
         max_context_tokens: int | None = None,
         threads: int | None = None,
         seed: int = 0,
@@ -103,7 +103,7 @@ class EmbeddedPolicy:
             device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
             dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto`` (see `loading.choose_dtype`).
             threads: CPU threads to compute on; by default see `loading.choose_threads`.
-            max_concurrent_generations, max_resident, max_context_tokens, seed: see the class.
+            max_concurrent_generations, max_cached_sequences, max_context_tokens, seed: see the class.
 
         Raises:
             PrerequisiteError: the model cannot be had, or the machine lacks something.
@@ -118,7 +118,7 @@ class EmbeddedPolicy:
             model,
             HFTokenizer.load(path),
             max_concurrent_generations=max_concurrent_generations,
-            max_resident=max_resident,
+            max_cached_sequences=max_cached_sequences,
             max_context_tokens=max_context_tokens,
             seed=seed,
         )
@@ -177,8 +177,8 @@ class EmbeddedPolicy:
         seed = sampling.seed if sampling.seed is not None else f"{self._seed}/{rollout_id}/{turn}"
         request = GenerationRequest(rollout_id, array("i", prompt_ids), sampling, random.Random(seed))
         await sampler.generate(request)
-        assert request.finish is not None
-        return Generation(request.ids, request.logprobs, request.finish, request.version, request.raw_logprobs)
+        assert request.finish_reason is not None
+        return Generation(request.ids, request.logprobs, request.finish_reason, request.version, request.raw_logprobs)
 
     def release_rollout(self, rollout_id: str) -> None:
         """The rollout has ended: its keys and values may go."""
@@ -218,7 +218,7 @@ class EmbeddedPolicy:
         batch = ContinuousBatch(
             self.model,
             max_concurrent=self.max_concurrent_generations,
-            max_resident=self._max_resident,
+            max_cached_sequences=self._max_cached_sequences,
             context_length=self._context_length,
             version=self._version,
         )

@@ -132,7 +132,7 @@ class ServerFleet:
         proof: shows that a server serves what it was given.
         running: what becomes of generations that an update finds: it waits for them, or they are kept and go on
             with the new weights.
-        loaded_by: the worker's method that loads weights.
+        load_method: the worker's method that loads weights.
         drain_timeout_s: seconds that an update waits for generations to end.
         patience_s: seconds that a generation waits for a server, or for the end of an update.
     """
@@ -140,7 +140,7 @@ class ServerFleet:
     members: Sequence[PolicyServer]
     proof: WeightCheck
     running: Literal["wait", "keep"] = "wait"
-    loaded_by: str = LOAD_WEIGHTS
+    load_method: str = LOAD_WEIGHTS
     drain_timeout_s: float = 600.0
     patience_s: float = 600.0
     weights: ServedWeights = field(default_factory=ServedWeights)
@@ -292,7 +292,7 @@ class ServerFleet:
     async def _load_weights(self, member: PolicyServer, weights: ServedWeights) -> None:
         server = member.server
         if weights.directory is not None:
-            await server.load_method(weights.directory, by=self.loaded_by)
+            await server.load_method(weights.directory, by=self.load_method)
         if weights.adapter is not None:
             await server.load_adapter(ADAPTER, weights.adapter)
         await server.reset_prefix_cache(running=self.running == "keep")
@@ -361,7 +361,7 @@ class ServerFleet:
 
     async def _give_its_own(self, member: PolicyServer) -> None:
         """Have a server that another policy has used go back to the weights that it started with."""
-        if self.loaded_by != LOAD_WEIGHTS:
+        if self.load_method != LOAD_WEIGHTS:
             raise PrerequisiteError(
                 f"{member.name} serves weights that another policy put there, and only {LOAD_WEIGHTS} is sure to bring "
                 "back its own. Start the server again."

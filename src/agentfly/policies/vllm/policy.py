@@ -91,7 +91,7 @@ class VLLMPolicy:
             by default 0.002 where the servers compute in float32, and otherwise 0.06.
         exchange: the directory through which weights go to the servers; by default the one for temporary files. It
             must have the same path where the servers run.
-        loaded_by: the method of the servers' workers that loads weights; vLLM's own is ``"reload_weights"``.
+        load_method: the method of the servers' workers that loads weights; vLLM's own is ``"reload_weights"``.
         drain_timeout_s: seconds that an update waits for running generations.
         patience_s: seconds that a generation waits for a server that can be used.
         call_timeout_s: seconds that one generation of a server given by its address may take; for others the spec says.
@@ -115,7 +115,7 @@ class VLLMPolicy:
         probe_ids: Sequence[int] | None = None,
         tolerance: float | None = None,
         exchange: str | Path | None = None,
-        loaded_by: str = LOAD_WEIGHTS,
+        load_method: str = LOAD_WEIGHTS,
         drain_timeout_s: float = 600.0,
         patience_s: float = 600.0,
         call_timeout_s: float = 600.0,
@@ -146,7 +146,7 @@ class VLLMPolicy:
             ServerFleet,
             proof=WeightCheck(probe, self._default_tolerance() if tolerance is None else tolerance),
             running=REMOVED[in_flight],
-            loaded_by=loaded_by,
+            load_method=load_method,
             drain_timeout_s=drain_timeout_s,
             patience_s=patience_s,
         )
@@ -228,7 +228,7 @@ class VLLMPolicy:
                 version = await fleet.versions(sample)
                 if version is not None:
                     raw = await self._raw_logprobs(member, prompt_ids, sample, sampling, version, images)
-                    return Generation(sample.ids, sample.logprobs, sample.finish, version, raw)
+                    return Generation(sample.ids, sample.logprobs, sample.finish_reason, version, raw)
                 failure = f"{member.name} has other weights than it was given"
             except (APIMalformed, APIRefused) as error:
                 raise PolicyError(f"{member.name}: {error_message(error)}") from error

@@ -194,5 +194,5 @@ def check_settings(
 
 def resolve_spec(spec: ModelServerSpec, model: Path, servers: int) -> ModelServerSpec:
     """A spec with room for so many servers, whose model is the directory that the tokenizer is from."""
-    name = spec.served_name or spec.model
-    return replace(spec, model=str(model), served_name=name, capacity=max(spec.capacity, servers))
+    name = spec.served_model_name or spec.model
+    return replace(spec, model=str(model), served_model_name=name, capacity=max(spec.capacity, servers))

@@ -44,7 +44,7 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
             was wrong, so that the model is told; with any other it says that something is wrong with itself. By
             default those for wrong arguments and for what it does not know. Errors of other numbers, and results that
             say ``isError``, are always told to the model.
-        log_bytes: how much of the end of what the program writes to its standard error is kept.
+        max_log_bytes: how much of the end of what the program writes to its standard error is kept.
 
     Raises:
         ConfigError: a field has a value that cannot be, or there is not one of ``command`` and ``url``.
@@ -58,7 +58,7 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
     headers_env: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
     call_timeout_s: float = 300.0
     tool_error_codes: tuple[int, ...] = (-32602, -32601)
-    log_bytes: int | str = 2**18
+    max_log_bytes: int | str = 2**18
     check_interval_s: float | None = 10.0
 
     def __post_init__(self) -> None:
@@ -81,8 +81,8 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
             raise self._field_error(
                 "tool_error_codes", "write a tuple of whole numbers, such as (-32602, -32601, -32603)"
             )
-        if self._require_size("log_bytes") < 4096:
-            raise self._field_error("log_bytes", "the end of a log says too little below 4096 bytes")
+        if self._require_size("max_log_bytes") < 4096:
+            raise self._field_error("max_log_bytes", "the end of a log says too little below 4096 bytes")
 
     @property
     def start_weight(self) -> int:

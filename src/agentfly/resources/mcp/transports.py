@@ -356,7 +356,7 @@ def _job(spec: MCPServerSpec, directory: Path, descriptor: int) -> ProgramSpec:
         env={**get_default_environment(), **variables},
         directory=str(directory),
         log=str(log_file(directory)),
-        log_bytes=parse_byte_size(spec.log_bytes),
+        max_log_bytes=parse_byte_size(spec.max_log_bytes),
         secrets=[value for value in variables.values() if len(value) >= 8],
         cwd=spec.cwd,
         stdin=descriptor,

@@ -132,8 +132,8 @@ class ModelAPISpec(ResourceSpec["ModelAPI"]):
                 "extra_body", f"write a mapping of plain values, as in a JSON object ({error})"
             ) from None
         if not isinstance(value, dict) or (_PER_CALL_FIELDS | SPEC_ONLY_FIELDS) & value.keys():
-            left_out = ", ".join(sorted(_PER_CALL_FIELDS | SPEC_ONLY_FIELDS))
-            raise self._field_error("extra_body", f"write a mapping, without any of {left_out}")
+            excluded = ", ".join(sorted(_PER_CALL_FIELDS | SPEC_ONLY_FIELDS))
+            raise self._field_error("extra_body", f"write a mapping, without any of {excluded}")
         object.__setattr__(self, "extra_body", text)
 
 

@@ -161,7 +161,7 @@ class ModelServer(Resource, Judge, TokenServer):
     @property
     def model(self) -> str:
         """The name of the model in requests."""
-        return self.spec.served_name
+        return self.spec.served_model_name
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> ChatCompletion:
         """Have the model answer a conversation.

@@ -93,7 +93,7 @@ class ServerProcess:
         host, port = listener.getsockname()
         self.client = ModelClient(
             f"http://{host}:{port}/v1",
-            model=spec.served_name,
+            model=spec.served_model_name,
             credentials=Credentials({"Authorization": f"Bearer {key}"}, [key]),
             read_timeout_s=spec.call_timeout_s,
         )
@@ -174,7 +174,7 @@ class ServerProcess:
             env=variables,
             directory=str(self._directory),
             log=str(log_file(self._directory)),
-            log_bytes=parse_byte_size(self._spec.log_bytes),
+            max_log_bytes=parse_byte_size(self._spec.max_log_bytes),
             secrets=secret_values(variables),
             inherited=(self._listener.fileno(),),
         )

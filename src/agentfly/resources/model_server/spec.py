@@ -38,9 +38,9 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
         tensor_parallel: how many devices each layer is split over.
         pipeline_parallel: how many devices the layers are divided among.
         data_parallel: how many copies of the model answer side by side.
-        memory_fraction: share of each device's memory that the engine may take, keys and values included.
+        gpu_memory_utilization: share of each device's memory that the engine may take, keys and values included.
         kv_cache: size of the memory for keys and values of each device, as bytes or a text such as ``"4GiB"``; 0
-            leaves it to ``memory_fraction``.
+            leaves it to ``gpu_memory_utilization``.
         context_length: the most tokens of prompt and answer together; None takes what the model was made for.
         dtype: the type of weights and activations, for instance ``"bfloat16"``; ``"auto"`` takes the model's own.
         max_num_seqs: the most sequences that are sampled at a time; None leaves it to the engine.
@@ -50,14 +50,14 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
         arguments: further arguments of the engine's command line, one text a word.
         env: environment variables of the server, as a mapping or as pairs. They are added to those of this process.
             Their values may be secrets, and are not in the spec's repr.
-        served_name: the name that requests give for the model; empty takes the last part of ``model``.
+        served_model_name: the name that requests give for the model; empty takes the last part of ``model``.
         restarts: how often a server that dies is started again within ``restart_window_s``, before the instance
             counts as broken.
         restart_window_s: see there, in seconds.
         health_timeout_s: seconds that a server may take to say that it is well. One that does not, and has not ended so
             many seconds later, is killed and started again.
         call_timeout_s: seconds that one request may take, waiting for a restart included.
-        log_bytes: how much of the end of the server's log is kept.
+        max_log_bytes: how much of the end of the server's log is kept.
 
     ``gpus`` is the product of the three kinds of parallelism where the device is ``"gpu"``, unless it is given: servers
     for which it is less than that share devices. Which ones a server gets is settled among all model servers of the
@@ -79,7 +79,7 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     data_parallel: int = 1
-    memory_fraction: float = 0.9
+    gpu_memory_utilization: float = 0.9
     kv_cache: int | str = 0
     context_length: int | None = None
     dtype: str = "auto"
@@ -89,12 +89,12 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
     seed: int = 0
     arguments: tuple[str, ...] = ()
     env: EnvironmentVariables = ()
-    served_name: str = ""
+    served_model_name: str = ""
     restarts: int = 3
     restart_window_s: float = 600.0
     health_timeout_s: float = 10.0
     call_timeout_s: float = 600.0
-    log_bytes: int | str = 2**20
+    max_log_bytes: int | str = 2**20
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,8 +106,8 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
             object.__setattr__(self, "device", "gpu" if any(path.exists() for path in _GPU_DRIVERS) else "cpu")
         if self.device == "gpu" and not self.gpus:
             object.__setattr__(self, "gpus", float(self.devices))
-        if not self.served_name:
-            object.__setattr__(self, "served_name", self.model.rstrip("/").rpartition("/")[2])
+        if not self.served_model_name:
+            object.__setattr__(self, "served_model_name", self.model.rstrip("/").rpartition("/")[2])
 
     @property
     def start_weight(self) -> int:
@@ -117,7 +117,7 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
     @property
     def label(self) -> str:
         """``model server`` and the name that the model is served under."""
-        return f"model server:{self.served_name}"
+        return f"model server:{self.served_model_name}"
 
     @property
     def devices(self) -> int:
@@ -147,14 +147,16 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
                 self._require_int(name, least=1, otherwise=", or None to leave it to the engine")
         for name in ("restart_window_s", "health_timeout_s", "call_timeout_s"):
             self._require_seconds(name)
-        if not (_is_real(self.memory_fraction) and 0 < self.memory_fraction <= 1):
-            raise self._field_error("memory_fraction", "write a share above 0 and of at most 1, for instance 0.9")
+        if not (_is_real(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1):
+            raise self._field_error(
+                "gpu_memory_utilization", "write a share above 0 and of at most 1, for instance 0.9"
+            )
         self._require_size("kv_cache")
-        if self._require_size("log_bytes") < 4096:
-            raise self._field_error("log_bytes", "the end of a log says too little below 4096 bytes")
+        if self._require_size("max_log_bytes") < 4096:
+            raise self._field_error("max_log_bytes", "the end of a log says too little below 4096 bytes")
 
     def _check_words(self) -> None:
-        for name in ("dtype", "served_name"):
+        for name in ("dtype", "served_model_name"):
             self._require_str(name)
         if self.python is not None:
             self._require_str("python")

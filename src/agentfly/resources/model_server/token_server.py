@@ -39,14 +39,14 @@ class TokenSample:
         ids: the sampled token ids, in order; the stop id included if one was sampled.
         logprobs: per id, its log-prob under the distribution it was sampled from, temperature and cuts applied; at
             temperature 0 those at temperature 1.
-        finish: ``stop`` if a stop id was sampled, ``length`` if a limit cut it.
+        finish_reason: ``stop`` if a stop id was sampled, ``length`` if a limit cut it.
         weight_versions: the labels of the weights that the ids came from, in order; empty if the server tells none.
         prompt_ids: the prompt that was continued, where the server was asked to tell it.
     """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    finish: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length"]
     weight_versions: tuple[WeightVersionSpan, ...] = ()
     prompt_ids: tuple[int, ...] | None = None
 
@@ -108,7 +108,7 @@ def _check_values(sample: TokenSample, named: Sequence[int], stop_ids: Sequence[
     wrong = [number for number in sample.logprobs if not _NO_LOGPROB < number < 1e-3 or math.isnan(number)]
     if wrong:
         raise APIMalformed(f"The server sends {wrong[0]} for the log-prob of a token that it sampled.")
-    if sample.finish == "stop" and sample.ids[-1] not in stop_ids:
+    if sample.finish_reason == "stop" and sample.ids[-1] not in stop_ids:
         raise APIMalformed("The server says that a stop id ended the sample, and its last id is none.")
 
 

@@ -123,11 +123,11 @@ def _options(spec: ModelServerSpec) -> list[str]:
     kv_cache = parse_byte_size(spec.kv_cache) or (_DEFAULT_CPU_KV_CACHE_BYTES if spec.device == "cpu" else 0)
     options: dict[str, object] = {
         "model": spec.model,
-        "served-model-name": spec.served_name,
+        "served-model-name": spec.served_model_name,
         "tensor-parallel-size": spec.tensor_parallel,
         "pipeline-parallel-size": spec.pipeline_parallel,
         "data-parallel-size": spec.data_parallel,
-        "gpu-memory-utilization": spec.memory_fraction,
+        "gpu-memory-utilization": spec.gpu_memory_utilization,
         "kv-cache-memory-bytes": kv_cache or None,
         "max-model-len": spec.context_length,
         "dtype": spec.dtype,

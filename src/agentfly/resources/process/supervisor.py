@@ -126,7 +126,7 @@ class ProgramSpec:
         env: all of its environment.
         directory: a directory of its own; it marks all processes that the program starts.
         log: the file for its stderr, and for its stdout unless ``stdout`` is given.
-        log_bytes: the maximum size of the log, in bytes.
+        max_log_bytes: the maximum size of the log, in bytes.
         secrets: texts that must not appear in the log.
         cwd: the working directory; empty for ``directory``.
         stdin: descriptor of its input; None for none.
@@ -138,7 +138,7 @@ class ProgramSpec:
     env: Mapping[str, str]
     directory: str
     log: str
-    log_bytes: int
+    max_log_bytes: int
     secrets: Sequence[str]
     cwd: str = ""
     stdin: int | None = None
@@ -188,7 +188,7 @@ def _supervise(control: socket.socket, parent: int) -> int | None:
     if rest:
         return None  # asked to end before the start
     spec = ProgramSpec(**json.loads(line))
-    log = RotatingLog(Path(spec.log), spec.log_bytes, spec.secrets)
+    log = RotatingLog(Path(spec.log), spec.max_log_bytes, spec.secrets)
     reading, writing = os.pipe()
     program = subprocess.Popen(
         spec.command,

@@ -102,7 +102,7 @@ def _unused_by_other_settings(config: TrainConfig) -> dict[str, str]:
     if config.kl.target_nats is None:
         unused["kl.horizon_rows"] = "it is for the coefficient that kl.target_nats adapts. Set that, or leave this out."
     if config.schedule == "constant":
-        unused["final_learning_rate_share"] = (
+        unused["min_learning_rate_ratio"] = (
             "with schedule=constant the learning rate does not fall. Set schedule=linear or cosine, or leave this out."
         )
     if config.early_stop is None and not config.keep_best:
@@ -192,8 +192,8 @@ class TrainConfig(BaseConfig):
     learning_rate: PositiveFloat = 1e-5
     """Learning rate of AdamW, per update."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after the warm-up: not at all, or down to ``final_learning_rate_share``."""
-    final_learning_rate_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """How the learning rate falls after the warm-up: not at all, or down to ``min_learning_rate_ratio``."""
+    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the learning rate that is left after the last step, where the schedule falls."""
     warmup_steps: NonNegativeInt = 0
     """Number of steps over which the learning rate rises linearly to its full value."""
@@ -264,7 +264,7 @@ class TrainConfig(BaseConfig):
     max_concurrent_starts: PositiveInt | None = None
     """Number of resources, such as sandboxes, that may be starting at once; 8 for each processor core if not given, of
     which what keeps a processor or a daemon busy counts for several."""
-    max_failure_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
     """The run stops once more than this share of a batch's rollouts failed for infrastructure's reasons."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

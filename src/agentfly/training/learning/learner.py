@@ -178,7 +178,7 @@ class Learner:
                 for part in mini_batches(rows, config.mini_batches, f"{seed}/{epoch}"):
                     self._update(step, part, measure=epoch == 0, fresh=self._optimizer.updates == updates)
         if len(tokens.advantages):
-            step.tally.add_mean("advantages/zero_share", tokens.advantages == 0)
+            step.tally.add_mean("advantages/zero_fraction", tokens.advantages == 0)
         made = {
             "policy/grad_norm": 0.0,
             **(mismatch or step.mismatch()),
@@ -271,7 +271,7 @@ class Learner:
             steps=config.steps,
             warmup=config.warmup_steps,
             schedule=config.schedule,
-            final_share=config.final_learning_rate_share,
+            final_share=config.min_learning_rate_ratio,
         )
 
     def _update(self, step: _StepInputs, part: Sequence[int], *, measure: bool, fresh: bool) -> None:

@@ -43,7 +43,7 @@ class SFTConfig(BaseConfig):
     """Learning rate of AdamW, per update."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """How the learning rate falls after the warm-up: not at all, or down to 0 after the last update."""
-    warmup_share: Annotated[float, Field(ge=0, le=1)] = 0.05
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Share of the updates over which the learning rate rises linearly to its full value."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of AdamW, per update and unit of learning rate."""
@@ -56,7 +56,7 @@ class SFTConfig(BaseConfig):
     lora: LoRAConfig | None = None
     """Train adapters in place of all weights; None trains all."""
 
-    held_out_share: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the tasks whose rows are not learned from; the loss on them tells when the model learns by heart."""
     checkpoint_every_updates: PositiveInt | None = None
     """A checkpoint is saved after every so many updates, besides after each epoch."""

@@ -79,16 +79,16 @@ def build_dataset(
     Raises:
         ConfigError: no row is left; the message has the causes.
     """
-    left_out: Counter[str] = Counter()
+    excluded: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     rows: dict[str, list[Row]] = {}
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     reader = _RowReader(agent, tokenizer, config, max_tokens)
-    for trajectory in _select_trajectories(trajectories, config, left_out):
+    for trajectory in _select_trajectories(trajectories, config, excluded):
         try:
             kind, made = reader.read(trajectory)
         except CannotRender as refusal:
-            left_out[refusal.cause] += 1
+            excluded[refusal.cause] += 1
             continue
         kept = []
         for row in made:
@@ -97,19 +97,19 @@ def build_dataset(
                 seen.add(content)
                 kept.append(row)
         if not kept:
-            left_out["repeated"] += 1
+            excluded["repeated"] += 1
             continue
         counts[kind] += 1
         rows.setdefault(trajectory.task.id, []).extend(kept)
     if not rows:
-        raise ConfigError(_empty_message(left_out, config))
+        raise ConfigError(_empty_message(excluded, config))
     held_out = _held_out(rows, config)
     return SFTDataset(
         rows=tuple(row for task, each in rows.items() if task not in held_out for row in each),
         held_out=tuple(row for task, each in rows.items() if task in held_out for row in each),
         sampled=counts["sampled"],
         rendered=counts["rendered"],
-        excluded=dict(left_out),
+        excluded=dict(excluded),
     )
 
 
@@ -159,27 +159,27 @@ def _read(source: Path) -> Iterator[Trajectory]:
 
 
 def _select_trajectories(
-    trajectories: Iterable[Trajectory], config: SFTConfig, left_out: Counter[str]
+    trajectories: Iterable[Trajectory], config: SFTConfig, excluded: Counter[str]
 ) -> list[Trajectory]:
     by_task: dict[str, list[tuple[float, Trajectory]]] = {}
     for trajectory in trajectories:
         reward = trajectory.reward
         if trajectory.infrastructure_failed:
-            left_out["infrastructure"] += 1
-        elif trajectory.finish is FinishReason.CANCELLED:
-            left_out["cancelled"] += 1
+            excluded["infrastructure"] += 1
+        elif trajectory.finish_reason is FinishReason.CANCELLED:
+            excluded["cancelled"] += 1
         elif reward is None or not math.isfinite(reward):
-            left_out["unscored"] += 1
+            excluded["unscored"] += 1
         elif reward < config.min_reward:
-            left_out["low_reward"] += 1
+            excluded["low_reward"] += 1
         else:
             by_task.setdefault(trajectory.task.id, []).append((reward, trajectory))
     chosen = []
     for each in by_task.values():
         best = sorted(each, key=lambda one: -one[0])[: config.max_per_task]
-        left_out["beyond_max_per_task"] += len(each) - len(best)
+        excluded["beyond_max_per_task"] += len(each) - len(best)
         chosen += [trajectory for _, trajectory in best]
-    left_out += Counter()  # without causes of which there is none
+    excluded += Counter()  # without causes of which there is none
     return chosen
 
 
@@ -191,7 +191,7 @@ def _matches_tokenizer(trajectory: Trajectory, tokenizer: Tokenizer) -> bool:
     control = set(tokenizer.control_tokens.values())
     for turn in own:
         ids = trajectory.sequences[turn.sequence].ids[turn.start : turn.stop]
-        said = ids[:-1] if turn.stopped and ids[-1] in control else ids
+        said = ids[:-1] if turn.ended_by_model and ids[-1] in control else ids
         if tokenizer.decode(said) != turn.text or any(one not in tokenizer.vocabulary_ids for one in ids):
             return False
     return True
@@ -199,13 +199,13 @@ def _matches_tokenizer(trajectory: Trajectory, tokenizer: Tokenizer) -> bool:
 
 def _held_out(rows: Mapping[str, object], config: SFTConfig) -> set[str]:
     """Return the held-out tasks: a fraction of all tasks, independent of their order, and never all."""
-    count = min(round(config.held_out_share * len(rows)), len(rows) - 1)
+    count = min(round(config.eval_fraction * len(rows)), len(rows) - 1)
     drawn = sorted(rows, key=lambda task: hashlib.sha256(f"{config.seed}/{task}".encode()).digest())
     return set(drawn[:count])
 
 
-def _empty_message(left_out: Mapping[str, int], config: SFTConfig) -> str:
-    causes = ", ".join(f"{number} {cause.replace('_', ' ')}" for cause, number in sorted(left_out.items()))
+def _empty_message(excluded: Mapping[str, int], config: SFTConfig) -> str:
+    causes = ", ".join(f"{number} {cause.replace('_', ' ')}" for cause, number in sorted(excluded.items()))
     return (
         f"There is nothing to learn from: of the trajectories, {causes or 'there is none'}. Those of a reward of at "
         f"least sft.min_reward={config.min_reward} are learned from; agentfly rollout makes some, with "

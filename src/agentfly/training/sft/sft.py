@@ -76,5 +76,5 @@ def sft(
 def _dataset_summary(examples: SFTDataset) -> str:
     """What is learned from, in a line."""
     told = f"{len(examples.rows)} rows to learn, {len(examples.held_out)} held out"
-    left_out = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in sorted(examples.excluded.items()))
-    return f"{told}; left out: {left_out}" if left_out else told
+    excluded = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in sorted(examples.excluded.items()))
+    return f"{told}; left out: {excluded}" if excluded else told

@@ -152,7 +152,7 @@ class SFTLearner:
 
     def _rate(self) -> float:
         """The learning rate of the update at hand."""
-        config, warmup = self._config, round(self._config.warmup_share * self._updates)
+        config, warmup = self._config, round(self._config.warmup_ratio * self._updates)
         share = learning_rate_factor(self.updates_done, steps=self._updates, warmup=warmup, schedule=config.schedule)
         return config.learning_rate * share
 
@@ -311,7 +311,7 @@ def _depends_on_length(config: SFTConfig) -> str:
     """What depends on the number of updates, in words; empty if nothing does."""
     if config.schedule != "constant":
         return f"the schedule {config.schedule} has ended"
-    return "warmup_share is a share of all its updates" if config.warmup_share else ""
+    return "warmup_ratio is a share of all its updates" if config.warmup_ratio else ""
 
 
 def require_same(checkpoint: Path, now: About, config: SFTConfig) -> None:

@@ -142,7 +142,8 @@ def full() -> Trajectory:
     call = ToolCall("call_0", "look", None, error="half \ud800")
     record = ToolRecord(call, "seen", -0.5, True, [1], {"moves": 3}, failure, 0.25, (image,))
     turn = Turn(
-        index=1, sequence=0, start=3, stop=5, text="text", ended_by_model=True, tool_results=(record,), generation_seconds=0.125,
+        index=1, sequence=0, start=3, stop=5, text="text", ended_by_model=True, tool_results=(record,),
+        generation_seconds=0.125,
         reasoning="why", content="what", kind="memory", agent="search", conversation="call_0", policy="other",
         reward=0.5, anchor="anchor", follows=(0,), prompt_tokens=7, sampled_tokens=2,
     )  # fmt: skip

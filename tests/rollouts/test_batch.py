@@ -332,7 +332,7 @@ def test_thirty_of_thirty_two_rollouts_are_kept_where_one_raises_and_one_breaks_
                 raise RuntimeError("the sampler broke")
             return await super().generate(prompt_ids, sampling, rollout_id=rollout_id, images=images)
 
-    finish, calls = TokenTurnGenerator.finish_reason, itertools.count()
+    finish, calls = TokenTurnGenerator.finish, itertools.count()
 
     def break_once(speaker):
         if next(calls) == 20:

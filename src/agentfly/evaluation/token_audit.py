@@ -109,9 +109,9 @@ def audit_tokens(trajectories: Iterable[Trajectory], tokenizer: Tokenizer) -> To
 def drift_metrics(trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> dict[str, float]:
     """The audit of a batch as metrics, from at most `MAX_AUDITED` of its trajectories, spread evenly; none without ids.
 
-    ``tokens/drifted_fraction`` is the share of the sampled tokens that would not have been trained had they been made of
-    the text again, ``tokens/drifted_trajectories_fraction`` that of the trajectories in which there is one, and
-    ``tokens/faults`` counts ids that were kept wrongly, which must be 0.
+    ``tokens/drifted_fraction`` is the share of sampled tokens that re-tokenized text would not have.
+    ``tokens/drifted_trajectories_fraction`` is the share of trajectories with such a token. ``tokens/faults`` counts
+    ids that were recorded wrongly; it must be 0.
     """
     step = -(-len(trajectories) // MAX_AUDITED) or 1
     audit = audit_tokens(trajectories[::step], tokenizer)

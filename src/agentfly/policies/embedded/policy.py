@@ -54,8 +54,8 @@ class EmbeddedPolicy:
             model: a causal language model whose attention can be chosen (see `packed_attention`).
             tokenizer: its tokenizer.
             max_concurrent_generations: the most generations in the running batch; others wait, in their order.
-            max_cached_sequences: the most sequences whose keys and values are in memory, running ones included; by default
-                twice ``max_concurrent_generations``. Each takes memory for up to twice its tokens.
+            max_cached_sequences: maximum number of sequences whose keys and values are in memory, running ones
+                included; by default twice ``max_concurrent_generations``. Each takes memory for up to twice its tokens.
             max_context_tokens: the most tokens of a sequence, prompt and sampled; by default what the model can hold.
             seed: where all random numbers of the policy come from.
 
@@ -66,8 +66,8 @@ class EmbeddedPolicy:
         resident = 2 * max_concurrent_generations if max_cached_sequences is None else max_cached_sequences
         if max_concurrent_generations < 1 or resident < max_concurrent_generations:
             raise ConfigError(
-                f"max_concurrent_generations is {max_concurrent_generations} and max_cached_sequences {resident}; they must be "
-                "at least 1, and max_cached_sequences no less than max_concurrent_generations."
+                f"max_concurrent_generations is {max_concurrent_generations} and max_cached_sequences {resident}; they "
+                "must be at least 1, and max_cached_sequences no less than max_concurrent_generations."
             )
         if max_context_tokens is not None and not 2 <= max_context_tokens <= longest:
             raise ConfigError(f"max_context_tokens is {max_context_tokens}; this model can hold 2 to {longest} tokens.")

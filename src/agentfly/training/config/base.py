@@ -108,7 +108,6 @@ SFT_SYNONYMS: Mapping[str, str] = {
     "save_steps": "checkpoint_every_updates",
     "total_epochs": "epochs",
     "train_batch_size": "rows_per_update",
-    "warmup_ratio": "warmup_ratio",
 }
 """Settings of a warm start by what they are called elsewhere; both mean the same number in the same unit."""
 

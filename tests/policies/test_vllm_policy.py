@@ -38,7 +38,7 @@ async def served(*servers: FakeVLLMServer, **settings: Any) -> AsyncIterator[VLL
     async with contextlib.AsyncExitStack() as stack:
         for server in servers:
             await stack.enter_async_context(server)
-        given = {"model": "tiny", "patience_s": 20, "probe_ids": [1, 2, 3], **settings}
+        given = {"model": "tiny", "server_wait_timeout_s": 20, "probe_ids": [1, 2, 3], **settings}
         yield await stack.enter_async_context(VLLMPolicy(urls=[server.url for server in servers], **given))
 
 
@@ -214,7 +214,7 @@ async def test_a_server_is_tried_again_whatever_goes_wrong_when_it_is_tried(
 
 
 async def test_where_no_server_can_be_used_it_is_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served(FakeVLLMServer(), patience_s=0.05) as policy:
+    async with served(FakeVLLMServer(), server_wait_timeout_s=0.05) as policy:
         fleet = policy._require_entered()
         (member,) = fleet.members
 
@@ -240,7 +240,7 @@ def test_weights_that_cannot_be_written_leave_nothing_to_clean_up(
 
 
 async def test_the_death_of_the_only_server_is_infrastructure() -> None:
-    async with served(server := FakeVLLMServer(), patience_s=0.2) as policy:
+    async with served(server := FakeVLLMServer(), server_wait_timeout_s=0.2) as policy:
         server.free.clear()
         asking = asyncio.create_task(policy.generate([1], PLAIN, rollout_id="r"))
         await eventually(lambda: server.running == 1)
@@ -273,7 +273,7 @@ async def test_weights_are_updated_on_all_servers_and_proved(tmp_path: Path) -> 
 
 
 async def test_tensors_go_through_a_directory_that_is_removed_once_they_are_superseded(tmp_path: Path) -> None:
-    async with served(FakeVLLMServer(), exchange=tmp_path) as policy:
+    async with served(FakeVLLMServer(), weight_transfer_dir=tmp_path) as policy:
         for bias in (2.0, 3.0):
             tensors = iter({"bias": torch.tensor([bias])}.items())
             await policy.update_weights(tensors, reference=bias_reference(bias))
@@ -301,7 +301,7 @@ async def test_a_server_that_keeps_old_weights_is_found_out_and_nothing_is_sampl
 
 
 async def test_an_update_too_small_to_be_told_from_rounding_must_change_something_all_the_same(tmp_path: Path) -> None:
-    async with served(server := FakeVLLMServer(), tolerance=0.1) as policy:
+    async with served(server := FakeVLLMServer(), max_logprob_gap=0.1) as policy:
         await policy.update_weights(save_bias(tmp_path / "1", 1.5), reference=bias_reference(1.5))
         server.faults.add("loads nothing")
         with pytest.raises(WeightMismatch, match="had no effect"):
@@ -328,7 +328,7 @@ async def test_a_reference_that_fails_leaves_everything_as_it_was(tmp_path: Path
 
 
 async def test_generations_in_flight_go_on_and_say_which_token_came_from_which_weights(tmp_path: Path) -> None:
-    async with served(server := FakeVLLMServer(), in_flight="mark") as policy:
+    async with served(server := FakeVLLMServer(), in_flight="keep") as policy:
         server.free.clear()
         asking = asyncio.create_task(policy.generate([1], PLAIN, rollout_id="r"))
         await eventually(lambda: server.running == 1)
@@ -338,7 +338,7 @@ async def test_generations_in_flight_go_on_and_say_which_token_came_from_which_w
 
 
 async def test_a_generation_that_unproved_weights_had_a_part_in_is_refused(tmp_path: Path) -> None:
-    async with served(server := FakeVLLMServer("loads nothing"), in_flight="mark") as policy:
+    async with served(server := FakeVLLMServer("loads nothing"), in_flight="keep") as policy:
         server.free.clear()
         asking = asyncio.create_task(policy.generate([1], PLAIN, rollout_id="r"))
         await eventually(lambda: server.running == 1)
@@ -460,7 +460,7 @@ async def test_an_adapter_can_be_saved_for_the_servers_and_goes_with_the_weights
         ({"urls": ["http://a/v1"] * 2, "model": "tiny"}, "twice"),
         ({"spec": ModelServerSpec(model="tiny"), "servers": 0}, "at least 1"),
         ({"spec": ModelServerSpec(model="tiny", data_parallel=2)}, "servers="),
-        ({"spec": ModelServerSpec(model="tiny"), "in_flight": "keep"}, "'drain' or 'mark'"),
+        ({"spec": ModelServerSpec(model="tiny"), "in_flight": "drain"}, "'wait' or 'keep'"),
         ({"spec": ModelServerSpec(model="tiny", adapters=1), "raw_logprobs": True}, "with adapters"),
     ],
 )

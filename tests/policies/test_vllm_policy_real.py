@@ -62,7 +62,7 @@ async def policy(state: None) -> AsyncIterator[VLLMPolicy]:
         env=(("OMP_NUM_THREADS", "1"), ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")),
         start_timeout_s=240,
     )
-    async with VLLMPolicy(spec, in_flight="mark") as policy:
+    async with VLLMPolicy(spec, in_flight="keep") as policy:
         yield policy
 
 

@@ -89,9 +89,9 @@ class VLLMConfig(BaseModel):
     """Addresses of running servers, used instead of starting any."""
     api_key_env: str | None = None
     """The environment variable with the key of these servers."""
-    in_flight: Literal["drain", "mark"] = "drain"
+    in_flight: Literal["wait", "keep"] = "wait"
     """What an update does with running generations: wait for their end, or continue them with the new weights."""
-    exchange: str | None = None
+    weight_transfer_dir: str | None = None
     """Directory through which weights go to servers, seen by both under one path; that for temporary files if not
     given."""
     raw_logprobs: bool = False

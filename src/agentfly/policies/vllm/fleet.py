@@ -134,7 +134,7 @@ class ServerFleet:
             with the new weights.
         load_method: the worker's method that loads weights.
         drain_timeout_s: seconds that an update waits for generations to end.
-        patience_s: seconds that a generation waits for a server, or for the end of an update.
+        server_wait_timeout_s: seconds that a generation waits for a server, or for the end of an update.
     """
 
     members: Sequence[PolicyServer]
@@ -142,7 +142,7 @@ class ServerFleet:
     running: Literal["wait", "keep"] = "wait"
     load_method: str = LOAD_WEIGHTS
     drain_timeout_s: float = 600.0
-    patience_s: float = 600.0
+    server_wait_timeout_s: float = 600.0
     weights: ServedWeights = field(default_factory=ServedWeights)
     routes: StickyRouter = field(default_factory=StickyRouter)
 
@@ -177,7 +177,7 @@ class ServerFleet:
 
         Raises:
             WeightUpdateError: the last update failed.
-            PolicyUnavailable: all servers are gone, or an update does not end, for ``patience_s``.
+            PolicyUnavailable: all servers are gone, or an update does not end, for ``server_wait_timeout_s``.
         """
         await self._wait_until_usable()
         by_name = {member.name: member for member in self.members if member.usable}
@@ -217,14 +217,16 @@ class ServerFleet:
         """Wait until no update is under way and there is a server to use, or none may be used."""
         if not self._is_settled():
             try:
-                async with asyncio.timeout(self.patience_s), self._changed:
+                async with asyncio.timeout(self.server_wait_timeout_s), self._changed:
                     await self._changed.wait_for(self._is_settled)
             except TimeoutError:
                 reasons = "; ".join(
                     f"{member.name} ({self._why.get(member.name, 'an update of its weights did not end')})"
                     for member in self.members
                 )
-                raise PolicyUnavailable(f"No server could be used for {self.patience_s:g} s: {reasons}.") from None
+                raise PolicyUnavailable(
+                    f"No server could be used for {self.server_wait_timeout_s:g} s: {reasons}."
+                ) from None
         if self._unusable is not None:
             raise WeightUpdateError(self._unusable)
 

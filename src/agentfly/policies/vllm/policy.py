@@ -30,7 +30,6 @@ from agentfly.policies.catalog import resolve_model
 from agentfly.policies.policy import Generation, SamplingParams, unsampleable_ids
 from agentfly.policies.vllm.fleet import ADAPTER, ServedWeights, ServerFleet, WeightUpdate
 from agentfly.policies.vllm.servers import (
-    REMOVED,
     LeasedPolicyServer,
     PolicyServer,
     RemotePolicyServer,
@@ -61,44 +60,45 @@ MAX_SUPPRESSED_IDS = 1024
 
 
 class VLLMPolicy:
-    """A policy whose model is served by one or several servers of vLLM.
+    """A policy whose model is served by one or several vLLM servers.
 
-    All generations of a rollout go to one server, so that its prefix cache has the earlier turns; new rollouts go to
-    the server with the fewest. A server that does not answer is left out, its rollouts move to others, and it comes
-    back once it is proved to hold the policy's weights. Cancelling a generation ends it on the server. A generation
-    whose answer was lost is sampled anew, once: nothing of the lost one was seen, so nothing is sampled twice.
+    All generations of a rollout go to one server, so that its prefix cache holds the earlier turns. A new rollout goes
+    to the server with the fewest rollouts. A server that does not answer is left out and its rollouts move to others.
+    It is used again once it has proved that it holds the policy's weights. Cancelling a generation ends it on the
+    server. A generation whose answer was lost is sampled once more; nothing of the lost answer was used.
 
-    The servers are started by an engine, or are there already::
+    The servers are started by an engine, or run already::
 
         VLLMPolicy(ModelServerSpec(model="Qwen/Qwen2.5-3B-Instruct", device="gpu"), servers=4)
         VLLMPolicy(urls=["http://a:8000/v1", "http://b:8000/v1"], model="Qwen/Qwen2.5-3B-Instruct")
 
     Args:
-        spec: the servers to start. They are this policy's alone while it is in use: its weights are put into them.
-        servers: how many of them.
-        engine: what starts them; the policy makes one if none is given.
-        urls: the servers that are there, in place of ``spec``: started with ``--enable-scale-out --logprobs-mode
-            processed_logprobs`` and ``VLLM_SERVER_DEV_MODE=1``, and for updates of their weights with the worker
-            extension of `agentfly.resources.model_server.programs.agentfly_weights`.
-        model: the model of these servers, as a directory or a name: its tokenizer is used here.
-        api_key_env: the environment variable with the key of these servers, if they want one.
-        in_flight: what an update does with generations that run. ``"drain"`` waits for their end; ``"mark"`` lets them
-            go on with the new weights, and their versions say which token came from which.
-        raw_logprobs: whether log-probs at temperature 1 are told also where tokens are sampled otherwise; the server
-            then reads each such sample once more, which vLLM cannot do on servers with adapters.
-        probe_ids: token ids of the probe by which updates are proved; by default those of `PROBE`.
-        tolerance: the mean distance in nats a token, between a server and the reference, that is taken for rounding;
-            by default 0.002 where the servers compute in float32, and otherwise 0.06.
-        exchange: the directory through which weights go to the servers; by default the one for temporary files. It
-            must have the same path where the servers run.
+        spec: the servers to start. Only this policy may use them, because it updates their weights.
+        servers: number of servers to start.
+        engine: the engine that starts them; by default the policy creates one.
+        urls: addresses of running servers, instead of ``spec``. They must run with ``--enable-scale-out
+            --logprobs-mode processed_logprobs`` and ``VLLM_SERVER_DEV_MODE=1``. Weight updates need the worker
+            extension `agentfly.resources.model_server.programs.agentfly_weights`.
+        model: the model of these servers, as a directory or a name. Its tokenizer is loaded here.
+        api_key_env: the environment variable that holds the key of these servers, if they require one.
+        in_flight: what an update does with running generations. ``"wait"`` waits for their end. ``"keep"`` continues
+            them with the new weights; their versions then tell which token came from which weights.
+        raw_logprobs: whether log-probs at temperature 1 are also returned where tokens are sampled otherwise. The
+            server then scores each such sample once more, which vLLM cannot do on servers with adapters.
+        probe_ids: token ids of the probe that proves updates; by default the ids of `PROBE`.
+        max_logprob_gap: largest mean distance between server and reference, in nats per token, that counts as
+            rounding; by default 0.002 where the servers compute in float32, and 0.06 otherwise.
+        weight_transfer_dir: directory through which weights go to the servers; by default the system's directory for
+            temporary files. It must have the same path on the servers' machine.
         load_method: the method of the servers' workers that loads weights; vLLM's own is ``"reload_weights"``.
-        drain_timeout_s: seconds that an update waits for running generations.
-        patience_s: seconds that a generation waits for a server that can be used.
-        call_timeout_s: seconds that one generation of a server given by its address may take; for others the spec says.
+        drain_timeout_s: maximum number of seconds that an update waits for running generations.
+        server_wait_timeout_s: maximum number of seconds that a generation waits for a usable server.
+        call_timeout_s: maximum duration in seconds of one generation on a server given by its address. For other
+            servers the spec says it.
 
     Raises:
         ConfigError: the settings contradict each other, or name no model.
-        PrerequisiteError: transformers is not installed, or the model or its tokenizer cannot be had.
+        PrerequisiteError: transformers is not installed, or the model or its tokenizer cannot be loaded.
     """
 
     def __init__(
@@ -110,19 +110,22 @@ class VLLMPolicy:
         urls: Sequence[str] = (),
         model: str | Path | None = None,
         api_key_env: str | None = None,
-        in_flight: Literal["drain", "mark"] = "drain",
+        in_flight: Literal["wait", "keep"] = "wait",
         raw_logprobs: bool = False,
         probe_ids: Sequence[int] | None = None,
-        tolerance: float | None = None,
-        exchange: str | Path | None = None,
+        max_logprob_gap: float | None = None,
+        weight_transfer_dir: str | Path | None = None,
         load_method: str = LOAD_WEIGHTS,
         drain_timeout_s: float = 600.0,
-        patience_s: float = 600.0,
+        server_wait_timeout_s: float = 600.0,
         call_timeout_s: float = 600.0,
     ) -> None:
         check_settings(spec, servers, urls, model, in_flight, raw_logprobs)
         require_durations(
-            "VLLMPolicy", drain_timeout_s=drain_timeout_s, patience_s=patience_s, call_timeout_s=call_timeout_s
+            "VLLMPolicy",
+            drain_timeout_s=drain_timeout_s,
+            server_wait_timeout_s=server_wait_timeout_s,
+            call_timeout_s=call_timeout_s,
         )
         require_packages("The tokenizer of a served model", "transformers")
         from agentfly.policies.hf_tokenizer import HFTokenizer
@@ -136,7 +139,9 @@ class VLLMPolicy:
         self._api_key_env = api_key_env
         self._call_timeout_s = call_timeout_s
         self._raw = raw_logprobs
-        self._exchange = WeightTransferDirectory(self._model, None if exchange is None else Path(exchange))
+        self._transfer = WeightTransferDirectory(
+            self._model, None if weight_transfer_dir is None else Path(weight_transfer_dir)
+        )
         self._config: dict[str, Any] = json.loads((self._model / "config.json").read_text(encoding="utf-8"))
         rows = self._config.get("text_config", self._config).get("vocab_size", 0)
         self._never_sampled = unsampleable_ids(self._tokenizer, rows)
@@ -144,11 +149,11 @@ class VLLMPolicy:
         probe = tuple(probe_ids if probe_ids is not None else self._tokenizer.encode_text(PROBE)[:PROBE_TOKENS])
         self._make_fleet = partial(
             ServerFleet,
-            proof=WeightCheck(probe, self._default_tolerance() if tolerance is None else tolerance),
-            running=REMOVED[in_flight],
+            proof=WeightCheck(probe, self._default_tolerance() if max_logprob_gap is None else max_logprob_gap),
+            running=in_flight,
             load_method=load_method,
             drain_timeout_s=drain_timeout_s,
-            patience_s=patience_s,
+            server_wait_timeout_s=server_wait_timeout_s,
         )
         self._fleet: ServerFleet | None = None
         self._version = 0
@@ -246,7 +251,7 @@ class VLLMPolicy:
         if self._fleet is not None:
             raise PolicyError("The policy is already in use: it can be entered once at a time.")
         async with AsyncExitStack() as stack:
-            stack.callback(self._exchange.close)
+            stack.callback(self._transfer.close)
             fleet = self._make_fleet(await self._members(stack))
             stack.push_async_callback(fleet.close)
             await fleet.start()
@@ -283,7 +288,7 @@ class VLLMPolicy:
             WeightMismatch: the same: a server does not serve what it was given.
         """
         fleet = self._require_entered()
-        directory = await run_in_thread(self._exchange.write_weights, source)
+        directory = await run_in_thread(self._transfer.write_weights, source)
         weights = replace(fleet.weights, directory=directory, adapter=None)
         return await self._update(fleet, weights, reference, version)
 
@@ -300,7 +305,7 @@ class VLLMPolicy:
         Raises: as `update_weights`, and `UsageError` if the spec has no ``adapters``.
         """
         fleet = self._require_entered()
-        path = await run_in_thread(self._exchange.write_adapter, source)
+        path = await run_in_thread(self._transfer.write_adapter, source)
         return await self._update(fleet, replace(fleet.weights, adapter=path), reference, version)
 
     async def _update(
@@ -310,7 +315,7 @@ class VLLMPolicy:
         reference = reference or logprobs_of_directory(self._model, weights.directory, weights.adapter)
         made = await fleet.update(weights, reference)
         self._version = made.version
-        await run_in_thread(self._exchange.keep_only, weights.directory, weights.adapter)
+        await run_in_thread(self._transfer.keep_only, weights.directory, weights.adapter)
         return made
 
     # --- parts --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from agentfly.core.errors import APIMalformed, APIRefused, ConfigError, PolicyError, PrerequisiteError
 from agentfly.core.numbers import require_whole
@@ -143,10 +142,6 @@ class RemotePolicyServer(PolicyServer):
             await client.close()
 
 
-REMOVED: dict[str, Literal["wait", "keep"]] = {"drain": "wait", "mark": "keep"}
-"""What becomes of running generations in an update, by the word for it."""
-
-
 def check_settings(
     spec: ModelServerSpec | None,
     servers: int,
@@ -186,8 +181,8 @@ def check_settings(
             "VLLMPolicy shares rollouts out among servers itself, so that each stays with its cache, and proves every "
             "one of them: leave out data_parallel, and give servers=… instead."
         )
-    if in_flight not in REMOVED:
-        raise ConfigError(f"in_flight={in_flight!r}: write 'drain' or 'mark'.")
+    if in_flight not in ("wait", "keep"):
+        raise ConfigError(f"VLLMPolicy(in_flight={in_flight!r}): write 'wait' or 'keep'.")
     if raw_logprobs and spec is not None and spec.adapters:
         raise ConfigError("raw_logprobs=True: vLLM cannot score tokens on servers with adapters. Leave out one.")
 

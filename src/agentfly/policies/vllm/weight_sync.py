@@ -149,11 +149,11 @@ class WeightCheck:
 
     Attributes:
         ids: token ids of the probe.
-        tolerance: mean distance in nats a token that is taken for rounding.
+        max_logprob_gap: mean distance in nats a token that is taken for rounding.
     """
 
     ids: tuple[int, ...]
-    tolerance: float
+    max_logprob_gap: float
 
     def check(
         self,
@@ -174,13 +174,13 @@ class WeightCheck:
             WeightMismatch: they are further apart than rounding, or the server did not change at all.
         """
         distance = mean_abs_difference(served, expected)
-        if not distance <= self.tolerance:  # and so also if it is not a number
+        if not distance <= self.max_logprob_gap:  # and so also if it is not a number
             raise WeightMismatch(
                 f"{server} does not serve the weights it was given: the log-probs of a probe of {len(self.ids)} tokens "
-                f"are {distance:.3g} nats a token from the reference's, and rounding would explain {self.tolerance:g}. "
+                f"differ by {distance:.3g} nats a token from the reference's; rounding explains {self.max_logprob_gap:g}. "
                 "Nothing is sampled until an update succeeds. If the update was made by vLLM's own reload_weights, use "
                 "the worker extension agentfly_weights; if the reference computes in another precision, give a "
-                "tolerance."
+                "max_logprob_gap."
             )
         if before is not None:
             was_served, was_expected = before

@@ -140,7 +140,7 @@ async def test_padding_is_barred_on_servers_as_far_as_they_take_it(padding: int,
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": len(tokens) + padding}))
     async with (
         FakeVLLMServer() as server,
-        VLLMPolicy(urls=[server.url], model=model, patience_s=20, probe_ids=[1, 2, 3]) as policy,
+        VLLMPolicy(urls=[server.url], model=model, server_wait_timeout_s=20, probe_ids=[1, 2, 3]) as policy,
     ):
         generation = await policy.generate([5], SamplingParams(max_tokens=2, suppressed_ids=(3,)), rollout_id="r")
         barred = server.generated[-1]["sampling_params"]["logit_bias"]

@@ -177,10 +177,10 @@ class WeightCheck:
         if not distance <= self.max_logprob_gap:  # and so also if it is not a number
             raise WeightMismatch(
                 f"{server} does not serve the weights it was given: the log-probs of a probe of {len(self.ids)} tokens "
-                f"differ by {distance:.3g} nats a token from the reference's; rounding explains {self.max_logprob_gap:g}. "
-                "Nothing is sampled until an update succeeds. If the update was made by vLLM's own reload_weights, use "
-                "the worker extension agentfly_weights; if the reference computes in another precision, give a "
-                "max_logprob_gap."
+                f"differ by {distance:.3g} nats a token from the reference's, of which rounding explains "
+                f"{self.max_logprob_gap:g}. Nothing is sampled until an update succeeds. If vLLM's own "
+                "reload_weights made the update, use the worker extension agentfly_weights. If the reference "
+                "computes in another precision, set max_logprob_gap."
             )
         if before is not None:
             was_served, was_expected = before

@@ -13,7 +13,8 @@ import pytest
 from agentfly.cli import main as cli
 from agentfly.cli.config_file import load_config
 from agentfly.cli.experiment import Experiment
-from agentfly.core.run_directory import RunDirectory, append_json_line
+from agentfly.core.files import append_json_line
+from agentfly.core.run_directory import RunDirectory
 from agentfly.policies.catalog import resolve_model
 from agentfly.resources.containers.bubblewrap import backend
 from agentfly.resources.containers.bubblewrap.launcher import BubblewrapCapabilities, Tier

@@ -8,7 +8,8 @@ import pytest
 
 from agentfly.core.errors import ConfigError, PrerequisiteError
 from agentfly.core.events import EvaluationFinished, StepFinished
-from agentfly.core.run_directory import RunDirectory, append_json_line, replace_text, whole_number
+from agentfly.core.files import append_json_line, replace_text
+from agentfly.core.run_directory import RunDirectory, whole_number
 from agentfly.viewing.event_log import MetricsWriter
 
 

@@ -271,7 +271,7 @@ async def test_a_resumed_run_that_would_learn_otherwise_is_refused(tmp_path: Pat
 
 async def test_a_full_disk_says_what_to_do_and_what_had_ended_is_not_run_again(tmp_path: Path) -> None:
     files = RunDirectory(tmp_path).ensure().trajectories
-    (files / "train-000001.unfinished").symlink_to("/dev/full")
+    (files / ".train-000001.jsonl.unfinished").symlink_to("/dev/full")
     with pytest.raises(PrerequisiteError, match="Free some space"):
         await trained(tmp_path, steps=1)
     assert not any(files.iterdir())

@@ -7,7 +7,8 @@ import pytest
 
 from agentfly.core.errors import PrerequisiteError
 from agentfly.core.events import EvaluationFinished, EventStream, RolloutStarted, StepFinished
-from agentfly.core.run_directory import RunDirectory, read_json_lines
+from agentfly.core.files import read_json_lines
+from agentfly.core.run_directory import RunDirectory
 from agentfly.viewing.event_log import BackgroundSubscriber, EventWriter, record_events
 
 

@@ -24,9 +24,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from agentfly.core.errors import ConfigError, nearest_name
+from agentfly.core.files import replace_text
 from agentfly.core.json_values import brief
 from agentfly.core.references import load_reference
-from agentfly.core.run_directory import RunDirectory, replace_text
+from agentfly.core.run_directory import RunDirectory
 from agentfly.core.yaml_reader import MAX_BYTES, MAX_DEPTH, read_yaml
 from agentfly.training.config.base import SETTING_HINTS, BaseConfig, names_of_changed
 from agentfly.training.config.train_config import OwnCode, TrainConfig

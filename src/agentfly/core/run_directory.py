@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
-import os
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
 from agentfly.core.errors import ConfigError, PrerequisiteError
+from agentfly.core.files import read_json_lines
 
 logger = logging.getLogger(__name__)
 
@@ -217,106 +216,3 @@ def numbered(paths: Iterable[Path], prefix: str) -> list[tuple[int, Path]]:
 def whole_number(text: str) -> int | None:
     """The number that a text of digits writes; None if it is none, or too large to count anything."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a small file as a whole: whenever the process or the machine stops, it has its old text or the new one.
-
-    Raises:
-        PrerequisiteError: it cannot be written, for instance because the disk is full; it is as it was.
-    """
-    written = path.with_name(f".{path.name}.unfinished")
-    try:
-        with written.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        written.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            written.unlink(missing_ok=True)
-        raise PrerequisiteError(
-            f"{path} cannot be written: {error.strerror}. It is as it was. Free some space, or make the directory "
-            "writable, and call this again."
-        ) from error
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The values of a JSON-lines file; none if it is missing. A line that was cut by a crash is left out."""
-    if not path.is_file():
-        return []
-    values = []
-    for line in filter(None, path.read_bytes().split(b"\n")):
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            values.append(value)
-        else:
-            logger.warning("%s: a line that is no object is left out: %.60r", path, line)
-    return values
-
-
-def append_json_line(path: Path, value: dict[str, Any]) -> None:
-    """Add one line to a JSON-lines file, behind its last whole line.
-
-    Raises:
-        OSError: it cannot be written, for instance because the disk is full.
-    """
-    append_lines(path, [json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"])
-
-
-def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Add lines, each with its line end, to a JSON-lines file, behind its last whole line."""
-    mend_last_line(path)
-    with path.open("ab") as file:
-        for line in lines:
-            file.write(line.encode("utf-8"))
-
-
-def mend_last_line(path: Path) -> None:
-    """Have a JSON-lines file end with a whole line, so that the next line stands alone.
-
-    A last line that was cut by a crash is removed, which the log tells. One that lacks nothing but its line end gets
-    that, and so does a last line that is no beginning of a JSON object: the file may be somebody's notes.
-    """
-    if not path.is_file():
-        return
-    with path.open("rb+") as file:
-        begin = _begin_of_last_line(file)
-        file.seek(begin)
-        line = file.read()
-        if not line:
-            return
-        if line.startswith(b"{") and not is_whole_line(line):
-            logger.warning("%s: the last line was cut by a crash; its %d bytes are removed.", path, len(line))
-            file.truncate(begin)
-        else:
-            file.write(b"\n")
-
-
-def is_whole_line(line: bytes) -> bool:
-    """Whether a line of a JSON-lines file was written to its end: it has a line end, or only that is missing."""
-    if line.endswith(b"\n"):
-        return True
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    except RecursionError:  # it lies too deep to be read, but was not cut
-        return True
-    return True
-
-
-def _begin_of_last_line(file: BinaryIO) -> int:
-    """Where what follows the last line end begins."""
-    stop = file.seek(0, os.SEEK_END)
-    while stop:
-        start = max(0, stop - 2**16)
-        file.seek(start)
-        found = file.read(stop - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        stop = start
-    return 0

@@ -8,13 +8,14 @@ microseconds, where replacing a file by another one can wait for the disk.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import struct
 import time
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from agentfly.core.files import try_lock, unlock
 
 SLOT_BYTES = 2**24
 """Bytes that may be kept. The file is sparse: what is not used takes no room."""
@@ -68,16 +69,13 @@ def lock_file(path: Path) -> Iterator[LockedFile]:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FileLocked from None
+        if not try_lock(file):
+            raise FileLocked
         if not os.fstat(file).st_nlink:  # removed a moment ago; the next one to ask makes another
             raise FileLocked
         yield LockedFile(file)
     finally:
-        with contextlib.suppress(OSError):  # a fork may have copied the descriptor, so that closing it is not enough
-            fcntl.flock(file, fcntl.LOCK_UN)
+        unlock(file)
         os.close(file)
 
 

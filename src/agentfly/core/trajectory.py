@@ -23,9 +23,9 @@ from agentfly.core.errors import (
     error_message,
     type_of,
 )
+from agentfly.core.files import append_lines, is_whole_line
 from agentfly.core.json_values import Brief, own_copy, score_of, to_json_line
 from agentfly.core.messages import Image, Message, ToolCall, message_from_json, message_to_json
-from agentfly.core.run_directory import append_lines, is_whole_line
 from agentfly.core.task import Task
 from agentfly.core.tokens import TokenSequence
 

@@ -18,7 +18,6 @@ float32 by transformers, and written as a Hugging Face directory, whose weights 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import json
@@ -28,12 +27,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agentfly.core.errors import ConfigError, PrerequisiteError, nearest_name
+from agentfly.core.files import file_lock
 from agentfly.core.installation import install_command, require_training_packages
 from agentfly.core.run_directory import RunDirectory, numbered
 from agentfly.core.user_directories import cache_root, is_accessible
@@ -258,7 +258,7 @@ def ensure_smollm2(path: Path, report: Callable[[str], None] | None = None) -> P
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_name(f".{path.name}.lock")):
+        with file_lock(path.with_name(f".{path.name}.lock")):
             if not _is_sound(path):
                 _make(path, report or (lambda line: None))
     except OSError as error:
@@ -380,11 +380,3 @@ def _weights_hash(path: Path) -> str:
             file.seek(8 + header_bytes + begin)
             digest.update(file.read(end - begin))
     return digest.hexdigest()
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Have the lock file to oneself among all processes; it is given back if the process dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

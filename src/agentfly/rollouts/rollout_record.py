@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 from agentfly.agents.agent import Agent, Subagent
 from agentfly.agents.tool import Tool
 from agentfly.core.errors import ConfigError, PrerequisiteError
-from agentfly.core.run_directory import replace_text
+from agentfly.core.files import atomic_write, is_same_file, replace_text, try_lock
 from agentfly.core.threads.run import DedicatedThread
 from agentfly.core.trajectory import FinishReason, Trajectory, trajectory_json_line
 from agentfly.rollouts.backlog import AttemptGroup
@@ -285,7 +284,7 @@ class RolloutRecord:
         assert self._file is not None  # opened before the first rollout begins
         for trajectory in trajectories:
             line = trajectory_json_line(trajectory, occurrence=group.occurrence, scored=scored).encode("utf-8")
-            if not _is_at(self._file, self.path):
+            if not is_same_file(self._file.fileno(), self.path):
                 raise PrerequisiteError(
                     f"{self.path} was moved or removed while rollouts were recorded in it. Put it back, if it is still "
                     "there, and go on with --resume (in Python: resume=True)."
@@ -315,13 +314,11 @@ class RolloutRecord:
         stops = [0, *(line.stop for line in lines)]
         if [*(line.start for line in lines), self._end] == stops:
             return
-        ordered = self.path.with_suffix(".ordered")
-        with self.path.open("rb") as source, ordered.open("wb") as target:
+        with self.path.open("rb") as source, atomic_write(self.path, durable=False) as target:
             for line in lines:
                 source.seek(line.start)
                 target.write(source.read(line.stop - line.start))
-        ordered.replace(self.path)  # before the lock goes with the file: whoever has it next finds the file replaced
-        self._file.close()
+        self._file.close()  # only now: the next process to lock this file finds that it was replaced
         self._file = None
 
     def _close(self) -> None:
@@ -365,22 +362,12 @@ def open_locked(path: Path) -> FileIO:
                 f"{path} cannot be opened to add rollouts to it: {error.strerror}. Choose a directory that you may "
                 "write."
             ) from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(file.fileno()):
             file.close()
-            raise ConfigError(f"Another process is adding rollouts to {path}. Wait for its end, or stop it.") from None
-        if _is_at(file, path):
+            raise ConfigError(f"Another process is adding rollouts to {path}. Wait for its end, or stop it.")
+        if is_same_file(file.fileno(), path):
             return file
         file.close()  # it was replaced or removed a moment ago
-
-
-def _is_at(file: FileIO, path: Path) -> bool:
-    """Whether a path still leads to an open file."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except OSError:
-        return False
 
 
 def has_finished(trajectory: Trajectory) -> bool:

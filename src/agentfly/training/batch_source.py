@@ -5,8 +5,6 @@ A resumed run reads the groups of a saved step from its files. Other steps take 
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -16,9 +14,10 @@ from types import TracebackType
 from typing import Self
 
 from agentfly.core.errors import PrerequisiteError
+from agentfly.core.files import atomic_write
 from agentfly.core.run_directory import RunDirectory
 from agentfly.core.threads.pool import run_in_thread_to_completion
-from agentfly.core.trajectory import Trajectory, load_trajectories, save_trajectories
+from agentfly.core.trajectory import Trajectory, load_trajectories, trajectory_json_line
 from agentfly.rollouts.failure_budget import FailureBudget
 from agentfly.rollouts.runner import Runner
 from agentfly.training.advantages import AdvantageInputs
@@ -267,15 +266,10 @@ def write_trajectories_atomically(trajectories: Sequence[Trajectory], path: Path
     Raises:
         PrerequisiteError: the file cannot be written.
     """
-    unfinished = path.with_suffix(".unfinished")
     try:
-        save_trajectories(trajectories, unfinished)
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        with atomic_write(path) as file:
+            file.writelines(trajectory_json_line(trajectory).encode("utf-8") for trajectory in trajectories)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
         raise PrerequisiteError(
             f"The rollouts of a step cannot be written to {path}: {error.strerror}. They are kept in the run's "
             "journal. Free some space, and go on with --resume (in Python: resume=True)."

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfly.core.errors import ConfigError, PrerequisiteError, describe_error
-from agentfly.core.run_directory import replace_text
+from agentfly.core.files import replace_text
 from agentfly.core.threads.run import DedicatedThread
 from agentfly.core.trajectory import Trajectory, trajectory_json_line
 from agentfly.rollouts.backlog import AttemptGroup

@@ -7,7 +7,8 @@ import math
 from typing import Any
 
 from agentfly.core.errors import ConfigError
-from agentfly.core.run_directory import RunDirectory, TrajectoryKind, read_json_lines, replace_text
+from agentfly.core.files import read_json_lines, replace_text
+from agentfly.core.run_directory import RunDirectory, TrajectoryKind
 from agentfly.rollouts.rollout_record import describe_differences
 from agentfly.training.checkpoints import TrainerState, trainer_state_from
 from agentfly.training.evaluator import EvaluationHistory

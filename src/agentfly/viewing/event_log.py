@@ -16,8 +16,9 @@ from typing import Self
 
 from agentfly.core.errors import PrerequisiteError, describe_error
 from agentfly.core.events import EvaluationFinished, Event, EventStream, StepFinished, Subscriber
+from agentfly.core.files import append_json_line, mend_last_line
 from agentfly.core.json_values import to_json_line
-from agentfly.core.run_directory import RunDirectory, TrajectoryKind, append_json_line, mend_last_line
+from agentfly.core.run_directory import RunDirectory, TrajectoryKind
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from agentfly.benchmarks.studies.study import Arm, Study
 from agentfly.core.errors import AgentFlyError, ConfigError
-from agentfly.core.run_directory import RunDirectory, numbered, replace_text
+from agentfly.core.files import replace_text
+from agentfly.core.run_directory import RunDirectory, numbered
 
 Report = Callable[[str], None]
 

@@ -7,15 +7,14 @@ directory. Its layers may be compressed. The unpacked files are kept in the cach
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from agentfly.core.errors import ResourceStartError
+from agentfly.core.files import file_lock, try_lock
 from agentfly.core.numbers import parse_byte_size
 from agentfly.core.threads.run import CancelToken, run_in_cancellable_thread
 from agentfly.core.tree_removal import remove_tree
@@ -32,7 +31,6 @@ MAX_DEPTH = 256
 """Directories of an image that may lie one in the other."""
 SHELLS = ("bin/bash", "usr/bin/bash")
 _SETTINGS = {"max_bytes": "max_image_size", "max_entries": "max_image_files"}
-_WAIT_S = 0.05
 REMOVE_STAGING = f"{__name__}:remove_staging"
 """The address of the function that removes images half made, by ``{"paths": […], "lock": path}``."""
 
@@ -98,7 +96,7 @@ def unpack_rootfs(token: CancelToken, spec: ContainerSpec) -> None:
     try:
         if _unpacked_path(path).is_dir():
             return
-        with locked(image_store_directory() / f"{_fingerprint(path)}.lock", token):
+        with file_lock(image_store_directory() / f"{_fingerprint(path)}.lock", check=token.check):
             if not _unpacked_path(path).is_dir():
                 _unpack(path, limits, token)
     except ArchiveTooLarge as error:
@@ -132,26 +130,10 @@ def _unpacked_path(path: Path) -> Path:
     return image_store_directory() / _fingerprint(path)
 
 
-@contextlib.contextmanager
-def locked(lock: Path, token: CancelToken) -> Iterator[None]:
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        while True:
-            token.check()
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(_WAIT_S)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _unpack(path: Path, limits: UnpackLimits, token: CancelToken) -> None:
     place, mark = image_store_directory(), _fingerprint(path)
     content = place / f"sha256-{_digest(path, token)}"
-    with locked(Path(f"{content}.lock"), token):  # another archive of the same content
+    with file_lock(Path(f"{content}.lock"), check=token.check):  # another archive of the same content
         if not content.is_dir():
             with staging_directory(content) as draft:
                 _unpack_layers(draft, path, limits, token)
@@ -184,14 +166,10 @@ def remove_staging(traces: dict[str, Any]) -> None:
     Raises:
         OSError: something of it cannot be removed.
     """
-    with contextlib.ExitStack() as opened, contextlib.suppress(BlockingIOError):
-        try:
-            lock = opened.enter_context(Path(traces["lock"]).open("a"))
-        except (FileNotFoundError, NotADirectoryError):
-            return  # the directory of images is gone, and with it all that was in it
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for path in traces["paths"]:
-            remove_tree(path)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), Path(traces["lock"]).open("a") as lock:
+        if try_lock(lock.fileno()):
+            for path in traces["paths"]:
+                remove_tree(path)
 
 
 def _unpack_layers(draft: Path, path: Path, limits: UnpackLimits, token: CancelToken) -> None:

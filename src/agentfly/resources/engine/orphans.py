@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import inspect
 import logging
 import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from agentfly.core.errors import ResourceUnreachable, describe_error
+from agentfly.core.files import is_same_file, try_lock
 from agentfly.core.threads.pool import run_in_thread
 from agentfly.resources.engine.status_socket import socket_path
 from agentfly.resources.kind import ReapFunction, import_object
@@ -167,22 +167,22 @@ async def _reap_entry(entry: LedgerEntry) -> Exception | None:
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
     """Have a ledger to oneself, so that two reapers do not remove the same orphan; False if another has it."""
-    with ExitStack() as stack:
-        try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            stack.callback(os.close, file)
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            claimed = os.fstat(file).st_ino == path.stat().st_ino  # else another has just replaced or removed it
-        except (FileNotFoundError, BlockingIOError):
-            claimed = False
-        yield claimed
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        yield try_lock(file) and is_same_file(file, path)
+    finally:
+        os.close(file)
 
 
 def _finished_ledgers(files: list[Path]) -> list[Path]:
     """The ledgers among some files. What was being made when the power went, and is old by now, is removed."""
     ledgers = []
     for path in files:
-        if path.suffix != ".ledger" and not path.suffix.endswith("draft"):
+        if path.suffix != ".ledger" and not path.suffix.endswith(("draft", "unfinished")):
             continue
         with suppress(FileNotFoundError):
             about = path.stat()

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from agentfly.core.errors import PrerequisiteError, UsageError
+from agentfly.core.files import atomic_write
 from agentfly.core.tree_removal import remove_tree
 from agentfly.resources.process.procfs import ProcessIdentity
 
@@ -284,10 +285,8 @@ def rewrite_ledger(path: Path, owner: ProcessIdentity, entries: list[LedgerEntry
         path.unlink(missing_ok=True)
         return
     lines = [json.dumps({"ledger": 1, "process": asdict(owner)}), *(_line(entry) for entry in entries)]
-    draft = path.with_suffix(".draft")
-    draft.touch(mode=0o600)
-    draft.write_text("\n".join(lines))
-    draft.replace(path)
+    with atomic_write(path, mode=0o600) as file:
+        file.write("\n".join(lines).encode())
 
 
 def _line(entry: LedgerEntry) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 
 from agentfly.core.errors import describe_error
 from agentfly.core.events import EvaluationFinished, Event, EventStream, StepFinished
-from agentfly.core.run_directory import RunDirectory, replace_text
+from agentfly.core.files import replace_text
+from agentfly.core.run_directory import RunDirectory
 from agentfly.core.threads.pool import run_in_thread_to_completion
 from agentfly.training.trackers.tracker import TrackedRun, Tracker
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import fcntl
 import hashlib
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from agentfly.core.errors import ResourceStartError
+from agentfly.core.files import async_file_lock
 from agentfly.core.numbers import parse_byte_size
 from agentfly.core.threads.pool import run_in_thread
 from agentfly.core.threads.run import CancelToken, run_in_cancellable_thread
@@ -27,7 +26,6 @@ from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.process.ledger import CleanupRecord
 
 _MAGIC = b"hsqs"
-_WAIT_S = 0.05
 _LONGEST_ENVIRONMENT = 2**16  # bytes
 _LONGEST_LINE = 2**14
 _FILE = re.compile(rb"-\S{9}\s+\d+/\d+\s+(\d{1,19}) ")
@@ -86,7 +84,7 @@ async def _prepare(program: str, store: Path, spec: ContainerSpec) -> None:
     data.mkdir(parents=True, exist_ok=True)
     if os.geteuid() == 0:
         os.chown(data, sandbox_uid(), sandbox_uid())
-    async with _alone(store / f"{root.name}.lock"):
+    async with async_file_lock(store / f"{root.name}.lock"):
         if not root.is_dir():
             draft = root.with_name(f"draft-{root.name}")
             packed, place = store / f"{root.name}.sqsh", store / f"{root.name}.run"
@@ -249,19 +247,3 @@ def _copy(token: CancelToken, source: Path, target: Path) -> None:
 def _remove(*paths: Path) -> None:
     for path in paths:
         remove_tree(path)
-
-
-@asynccontextmanager
-async def _alone(lock: Path) -> AsyncIterator[None]:
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                await asyncio.sleep(_WAIT_S)
-            else:
-                break
-        yield
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,115 @@
+"""Files are replaced as a whole, and locks are held by one process at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentfly.core.errors import PrerequisiteError
+from agentfly.core.files import (
+    LOCK_POLL_S,
+    async_file_lock,
+    atomic_write,
+    file_lock,
+    is_same_file,
+    replace_text,
+    try_lock,
+)
+
+
+def test_a_file_is_replaced_as_a_whole_with_the_permissions_that_are_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with atomic_write(path, mode=0o600) as file:
+        file.write(b"new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, asyncio.CancelledError])
+def test_a_block_that_fails_leaves_the_old_file_and_no_draft(tmp_path: Path, error: type[BaseException]) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def fail_halfway() -> None:
+        with atomic_write(path) as file:
+            file.write(b"half")
+            raise error
+
+    with pytest.raises(error):
+        fail_halfway()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_reported_and_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    replace_text(path, "old")
+    (tmp_path / ".file.unfinished").symlink_to("/dev/full")
+    with pytest.raises(PrerequisiteError, match="It is as it was"):
+        replace_text(path, "new")
+    assert path.read_text() == "old"
+
+
+_HOLDER = """
+import sys
+from pathlib import Path
+from agentfly.core.files import file_lock
+with file_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_lock_waits_for_the_death_of_the_process_that_holds_it(tmp_path: Path) -> None:
+    path = tmp_path / "below" / "lock"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLDER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        attempts = [1, 2, 3]
+        with pytest.raises(IndexError), file_lock(path, check=attempts.pop):
+            pass
+        holder.kill()
+    with file_lock(path):
+        pass
+
+
+async def test_an_async_lock_waits_without_holding_up_the_loop_and_can_be_cancelled(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with file_lock(path):
+
+        async def wait() -> None:
+            async with async_file_lock(path):
+                pass
+
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(2 * LOCK_POLL_S)
+        assert not waiting.done()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    await wait()
+
+
+def test_a_file_that_was_replaced_before_it_was_locked_is_recognised(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        assert try_lock(descriptor)
+        assert is_same_file(descriptor, path)
+        replace_text(path, "new")
+        assert not is_same_file(descriptor, path)
+        path.unlink()
+        assert not is_same_file(descriptor, path)
+    finally:
+        os.close(descriptor)

@@ -16,12 +16,6 @@ from agentfly.resources.containers.command import Command, CommandOutcome
 from agentfly.resources.containers.spec import BACKENDS, ContainerSpec, SnapshotImage
 from agentfly.resources.kind import import_object
 
-FLOODED = (
-    "The sandbox was ended, because processes in it flooded the channels of its shell. No command can be run in it any "
-    "more, and its files are lost."
-)
-"""The message for a sandbox that was stopped for flooding."""
-
 
 class Sandbox(ABC):
     """One container on one backend, driven by `Container`.

@@ -15,13 +15,12 @@ import os
 import signal
 from pathlib import Path
 
-from agentfly.core.errors import ResourceDied, ResourceError, SandboxEnded, SandboxFlooded, SandboxOutOfMemory
-from agentfly.resources.containers.backend import FLOODED
-from agentfly.resources.containers.bubblewrap.pipe_command import PipeCommand
+from agentfly.core.errors import ResourceDied, ResourceError, SandboxEnded, SandboxOutOfMemory
 from agentfly.resources.containers.bubblewrap.process import BubblewrapProcess
-from agentfly.resources.containers.bubblewrap.shell_io import ShellDirectory
+from agentfly.resources.containers.bubblewrap.shell_io import PipeCommand, ShellDirectory
 from agentfly.resources.containers.bubblewrap.shell_processes import ReportReader, ShellProcesses
 from agentfly.resources.containers.command import Command, CommandOutcome
+from agentfly.resources.containers.shell import flooded_error
 from agentfly.resources.process.procfs import children
 
 _KEEP_GRACE_S = 0.5  # for a session to keep its variables once its command has been killed
@@ -180,7 +179,7 @@ class PipeShell:
         """Wait for the end of a command; None if it had to be killed because it ran out of time."""
         self._reports.look()  # it may have ended at once
         try:
-            exit_code = await running.end(timeout)
+            exit_code = await running.wait(timeout)
             if exit_code is None:
                 await asyncio.shield(self._begin_kill(running))
         except asyncio.CancelledError:
@@ -195,12 +194,12 @@ class PipeShell:
         pipes, given = running.connections
         if running.new_process:
             # a starter that is just being killed may still take one byte: the empty line is for that one
-            self._send(b"\n%d %d %d\n" % (running.name, pipes, given), self._starts)
+            self._send(b"\n%d %d %d\n" % (running.number, pipes, given), self._starts)
         elif self._connected == running.connections:
-            self._send(b"%08d" % running.name)
+            self._send(b"%08d" % running.number)
         else:
             self._connected = running.connections
-            self._send(b"c%07di%07d%08d" % (pipes, given, running.name))
+            self._send(b"c%07di%07d%08d" % (pipes, given, running.number))
 
     def _send(self, words: bytes, pipe: int | None = None) -> None:
         try:
@@ -232,7 +231,7 @@ class PipeShell:
                     running.finish(exit_code)
             case b"b", [name, process]:
                 if running := self._running.get(name):
-                    running.begun, running.process = True, process
+                    running.started, running.process = True, process
             case b"h", [inside, asked] if self._keepers.session is None:  # nobody waits for another
                 self._keepers.session_reported(inside, asked)
             case b"f", [inside]:
@@ -254,14 +253,14 @@ class PipeShell:
         running, self._unconfirmed = self._unconfirmed, None
         if running is None or running.exit_code is not None:
             return
-        if running.name == asked:
+        if running.number == asked:
             if self._running.get(asked) is running and not running.expired:
                 self._request_again(running)
             return
         exit_code, kept = self._end_of_session
         if not kept:
             where = self._directory or self._bubble.spec.workdir
-            running.lost = f"the shell was started anew in {where}; its variables and functions are lost"
+            running.note = f"the shell was started anew in {where}; its variables and functions are lost"
         running.finish(exit_code)
 
     def _request_again(self, running: PipeCommand) -> None:
@@ -288,7 +287,7 @@ class PipeShell:
     def _flood(self) -> None:
         """Stop the sandbox because its processes flooded the pipes."""
         if not self.dead:
-            self.own_doing = SandboxFlooded(FLOODED)
+            self.own_doing = flooded_error()
             self._die("its processes flooded it")
             self._bubble.kill()
 
@@ -327,7 +326,7 @@ class PipeShell:
                 await (self._kill_process(running) if running.new_process else self._kill_in_session(running))
         finally:
             if running.new_process:
-                self._running.pop(running.name, None)
+                self._running.pop(running.number, None)
 
     async def _kill_in_session(self, running: PipeCommand) -> None:
         """Kill what the command started, and make the session give up the command, keeping its variables if it can."""
@@ -350,11 +349,11 @@ class PipeShell:
         await self._launcher.run_blocking(self._kill_processes, running, None, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(running.ended(), _KEEP_GRACE_S)
-        if not running.begun:  # somebody inside may have stopped the starter, perhaps before it said that it is ready
+        if not running.started:  # somebody inside may have stopped the starter, perhaps before it said that it is ready
             for keeper in children(self._processes.init_pid):
                 self._processes.signal(keeper, signal.SIGCONT)
         session, starter = self._keepers.session, self._keepers.starter
-        if not running.begun and session is not None and starter not in children(self._processes.init_pid):
+        if not running.started and session is not None and starter not in children(self._processes.init_pid):
             self._processes.signal(session, signal.SIGKILL)  # what follows a session brings the starter back
         running.finish(137)
 
@@ -377,7 +376,7 @@ class PipeShell:
             self._processes.signal(session, signal.SIGSTOP)  # it must not go on to the command's next line
         elif running.process and starter is not None:
             parent = self._processes.host_pid(running.process, starter)
-        spared = running.before | self._keepers.pids
+        spared = running.excluded_pids | self._keepers.pids
         for _ in range(_SWEEPS):
             roots = set(children(parent)) if parent is not None else set()
             roots = (roots | set(children(first))) - spared

@@ -1,4 +1,8 @@
-"""OutputPipes: the host's ends of a command's output pipes; ShellDirectory: commands and input on their way inside."""
+"""The output and input of commands in a `PipeShell`.
+
+OutputPipes holds the host's ends of a command's output pipes, PipeCommand is a command under way, and ShellDirectory
+holds the scripts, the input and the pipes.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from pathlib import Path
 from agentfly.core.errors import ResourceDied, ResourceError
 from agentfly.resources.containers.bubblewrap.launcher import Launcher
 from agentfly.resources.containers.command import BoundedOutput, Command
+from agentfly.resources.containers.shell import PendingCommand
 
 _CHUNK = 65536
 _DISCARD_PAUSE_S = 0.02
@@ -183,6 +188,32 @@ def _open_pipe(path: str) -> int:
         os.close(descriptor)
         raise OSError(errno.ENXIO, "that is no pipe any more", path)
     return descriptor
+
+
+class PipeCommand(PendingCommand):
+    """A command of a `PipeShell`.
+
+    Attributes:
+        pipes: its outputs.
+        excluded_pids: processes that were there before the command. Its end must not touch them.
+        connections: the numbers of its pipes and of its input; 0 for no input.
+        process: the process id inside, if it runs in a process of its own and has started; else 0.
+    """
+
+    def __init__(
+        self, number: int, command: Command, pipes: OutputPipes, excluded_pids: frozenset[int], *, frozen: bool
+    ) -> None:
+        """Create the command, and begin to collect its output.
+
+        Raises:
+            OSError: this process has too many files open.
+        """
+        super().__init__(number, command, frozen=frozen)
+        self.pipes = pipes
+        self.excluded_pids = excluded_pids
+        self.connections = (0, 0)
+        self.process = 0
+        pipes.start(self.stdout, self.stderr)
 
 
 MAX_LINGERING_PIPES = 8

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from agentfly.resources.containers.bubblewrap.launcher import Launcher
-from agentfly.resources.containers.flood_limiter import FloodLimiter
 from agentfly.resources.containers.sandbox_processes import ChildList, PidNamespace
+from agentfly.resources.containers.shell import FloodLimiter
 from agentfly.resources.process.procfs import children
 
 MAX_BYTES_PER_TURN = 1024

@@ -7,15 +7,58 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from agentfly.core.errors import ResourceError
+from agentfly.resources.containers.command import Command
+from agentfly.resources.containers.shell import PendingCommand
 from agentfly.resources.containers.stream_shell.protocol import ReportSplitter, ShellScripts
 from agentfly.resources.containers.stream_shell.stream import Stream
-from agentfly.resources.containers.stream_shell.stream_command import StreamCommand
 
 _UNASKED_BYTES = 16 * 1024  # after which the reader pauses while no command has the channel
 _BUSY_BYTES = 2**20  # after which others get their turn
 _DISCARD_PAUSE_S = 0.02
 
 Report = Callable[["Channel", int, str, list[str]], None]
+
+
+class StreamCommand(PendingCommand):
+    """A command of a `StreamShell`.
+
+    Attributes:
+        command: what to run.
+        file: the number of the files that hold its script and input.
+        excluded_pids: children of the session and of process 1 that were there before it.
+        requested: whether its start was requested.
+        killing: the task that kills it, once begun.
+        resent: how often it was moved to another channel.
+        closing: whether its end is being determined, because the process that ran it has exited.
+        oom_kills: processes that the kernel has killed for memory in the sandbox's whole life.
+    """
+
+    def __init__(self, number: int, command: Command, file: int, *, frozen: bool) -> None:
+        """Create the command; nothing is sent yet."""
+        super().__init__(number, command, frozen=frozen)
+        self.command = command
+        self.file = file
+        self.excluded_pids = ""
+        self.requested = False
+        self.killing: asyncio.Task[None] | None = None
+        self.resent = 0
+        self.closing = False
+        self.oom_kills = 0
+        self._reported_code: int | None = None
+        self._stderr_done = False
+
+    def add(self, output: int, data: bytes) -> None:
+        """Append output: of stdout (1) or stderr (2)."""
+        (self.stdout if output == 1 else self.stderr).add(data)
+
+    def end_reported(self, output: int, code: int) -> None:
+        """Record the report of its end on one output. It has ended when both outputs are read up to this report."""
+        if output == 1:
+            self._reported_code = code
+        else:
+            self._stderr_done = True
+        if self._reported_code is not None and self._stderr_done:
+            self.finish(self._reported_code)
 
 
 class Channel:

@@ -14,11 +14,10 @@ import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from agentfly.core.errors import ResourceDied, ResourceError, SandboxEnded, SandboxFlooded
-from agentfly.resources.containers.backend import FLOODED
+from agentfly.core.errors import ResourceDied, ResourceError, SandboxEnded
 from agentfly.resources.containers.command import Command, CommandOutcome
-from agentfly.resources.containers.flood_limiter import FloodLimiter
-from agentfly.resources.containers.stream_shell.channels import Channel, ChannelPool, OpenStream
+from agentfly.resources.containers.shell import FloodLimiter, flooded_error
+from agentfly.resources.containers.stream_shell.channels import Channel, ChannelPool, OpenStream, StreamCommand
 from agentfly.resources.containers.stream_shell.protocol import (
     NO_INPUT,
     ShellScripts,
@@ -27,7 +26,6 @@ from agentfly.resources.containers.stream_shell.protocol import (
     stdin_chunks,
 )
 from agentfly.resources.containers.stream_shell.stream import Stream
-from agentfly.resources.containers.stream_shell.stream_command import StreamCommand
 
 _KEEP_GRACE_S = 0.5  # for a session to keep its variables once its command has been killed
 _RESTART_GRACE_S = 5.0
@@ -183,7 +181,7 @@ class StreamShell:
         files = {running.file for running in self._running.values()}
         file = next(n for n in itertools.count(self._files_from) if n not in files) if command.new_process else 0
         running = StreamCommand(next(self._numbers), command, file, frozen=not self._going.is_set())
-        running.spared, running.kills = self._spared, self._oom_kills
+        running.excluded_pids, running.oom_kills = self._spared, self._oom_kills
         self._running[running.number] = running
         try:
             channel = await self._channel_for(running)
@@ -192,15 +190,15 @@ class StreamShell:
             if running.killing is None or running.killing.done():
                 self._forget(running)
         await self._check()
-        kills_before, self._oom_kills = self._oom_kills, max(self._oom_kills, running.kills)
-        return running.outcome(code, kills_before)
+        kills_before, self._oom_kills = self._oom_kills, max(self._oom_kills, running.oom_kills)
+        return running.outcome(code, out_of_memory=running.oom_kills > kills_before)
 
     def _forget(self, running: StreamCommand) -> None:
         """Take no more reports about a command, and leave its channel to others."""
         self._running.pop(running.number, None)
         for channel in self._channels:
             if channel.command is running:
-                channel.has_lingering_writer = channel.has_lingering_writer or not running.ended.is_set()
+                channel.has_lingering_writer = channel.has_lingering_writer or running.exit_code is None
                 channel.command = None
 
     async def _channel_for(self, running: StreamCommand) -> Channel:
@@ -217,18 +215,16 @@ class StreamShell:
         self, running: StreamCommand, command: Command, channel: Channel, timeout: float
     ) -> int | None:
         """Start a command and wait for its end; None if it had to be killed because it ran out of time."""
-        running.time.begin(timeout)
         sending = asyncio.create_task(self._send(running, command, channel))
         try:
-            code = await running.waiter
+            code = await running.wait(timeout)
             if code is None and (killing := self._begin_kill(running, channel, sending)) is not None:
                 await asyncio.shield(killing)
         except asyncio.CancelledError:
-            if not running.ended.is_set():
+            if running.exit_code is None:
                 self._begin_kill(running, channel, sending)
             raise
         finally:
-            running.time.end()
             sending.cancel()
         return code
 
@@ -244,7 +240,7 @@ class StreamShell:
                     await self._ask("i", argument=running.file, data=piece)
             kind, known = "p" if running.new_process else "s", (self._server_pid, self._dispatcher, self._session)
             fields = {"number": running.number, "argument": running.file, "holder": channel.holder, "stdin": stdin}
-            running.asked = True
+            running.requested = True
             await self._ask(kind, known=known, data=source, **fields)
         except OSError as error:
             self._die(f"its shell takes no more commands ({error})")
@@ -277,7 +273,7 @@ class StreamShell:
     def _flood(self) -> None:
         """Stop the sandbox because its processes flooded the shell."""
         if not self.dead:
-            self.own_doing = SandboxFlooded(FLOODED)
+            self.own_doing = flooded_error()
             self._die("its processes flooded it")
             self._channels.stop()
             self._in_background(self._end_processes())
@@ -332,7 +328,7 @@ class StreamShell:
         if (running := self._running.get(parse_number(words[0]))) is None:
             return
         if word == "b":
-            running.begun = True
+            running.started = True
             return
         code = 0
         if output == 1:
@@ -340,11 +336,11 @@ class StreamShell:
             if code not in range(256):
                 return
             channel.has_lingering_writer = words[2] != "0"
-            running.kills = parse_number(words[3])
+            running.oom_kills = parse_number(words[3])
             if not running.new_process:
                 self._served = True
                 self._spared = " ".join(str(parse_number(process)) for process in words[4:] if process)
-        running.reported(output, code)
+        running.end_reported(output, code)
 
     def _send_again(self, asked: int) -> None:
         """Move a command to another channel, because its channel closed unnoticed."""
@@ -353,10 +349,10 @@ class StreamShell:
             if (
                 running is not None
                 and running.number == asked
-                and not running.begun
-                and running.sent_again < _TIMES_AGAIN
+                and not running.started
+                and running.resent < _TIMES_AGAIN
             ):
-                running.sent_again += 1
+                running.resent += 1
                 channel.command, channel.has_lingering_writer = None, True
                 self._in_background(self._resend(running))
 
@@ -380,12 +376,12 @@ class StreamShell:
         self._session = 0
         for channel in self._channels:
             running = channel.command
-            if running is None or running.closing or running.new_process or not running.begun:
+            if running is None or running.closing or running.new_process or not running.started:
                 continue
-            if not running.ended.is_set():
+            if running.exit_code is None:
                 running.closing = True
                 if not kept:
-                    running.lost = (
+                    running.note = (
                         f"the shell was started anew in {self._workdir}; its variables and functions are lost"
                     )
                 # the next session says when all that was printed has come
@@ -395,8 +391,8 @@ class StreamShell:
         """Handle the end of a command's stream, as when its holder was killed: later output is lost."""
         if running.new_process:
             running.finish(137)
-        elif not running.ended.is_set():
-            running.lost = "what held its output was killed, so its end was not seen"
+        elif running.exit_code is None:
+            running.note = "what held its output was killed, so its end was not seen"
             self._in_background(self._finish_by_request(running, 0, 137))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -411,7 +407,7 @@ class StreamShell:
         with contextlib.suppress(OSError, TimeoutError):
             known = (self._server_pid, self._dispatcher)
             await self._ask("e", number=running.number, argument=code, holder=holder, known=known)
-            await asyncio.wait_for(running.ended.wait(), _REPORT_PATIENCE_S)
+            await asyncio.wait_for(running.ended(), _REPORT_PATIENCE_S)
         running.finish(code)
 
     # --- ending a command -------------------------------------------------------------------------------------------
@@ -421,7 +417,7 @@ class StreamShell:
     ) -> asyncio.Task[None] | None:
         """Begin to kill a command, about which reports are taken until it has ended; None if it was not asked for."""
         sending.cancel()
-        if running.killing is None and running.asked:
+        if running.killing is None and running.requested:
             running.killing = self._in_background(self._kill(running, channel))
             running.killing.add_done_callback(lambda _: self._forget(running))
         return running.killing
@@ -438,20 +434,20 @@ class StreamShell:
 
     async def _kill_in_session(self, running: StreamCommand, channel: Channel) -> None:
         """Kill what the command started, and make the session give up the command, keeping its variables if it can."""
-        session, keep = self._session, running.begun and self._served
+        session, keep = self._session, self._served
         channel.command = running
         signals = ("TERM", "KILL") if keep else ("KILL",)
         for signal in signals:
-            if session and not running.ended.is_set():
+            if session and running.exit_code is None:
                 self._ready.clear()
-                known = (self._server_pid, self._dispatcher, running.spared)
+                known = (self._server_pid, self._dispatcher, running.excluded_pids)
                 await self._ask("k", number=session, argument=signal, holder=self._orphans, known=known)
             if await self._restarted(_KEEP_GRACE_S if signal == "TERM" else _RESTART_GRACE_S):
                 break
         else:
             await self._kill_everything()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(running.ended.wait(), _KEEP_GRACE_S)
+            await asyncio.wait_for(running.ended(), _KEEP_GRACE_S)
 
     async def _kill_everything(self) -> None:
         """Kill all but process 1, whatever blocks the server. Its dispatcher and its session then start again."""
@@ -474,7 +470,7 @@ class StreamShell:
         for _ in range(_KILLS):  # what was just beginning may have started its first process after one
             await self._ask("q", number=running.number, holder=self._orphans, known=known)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(running.ended.wait(), _REPORT_PATIENCE_S / _KILLS)
+                await asyncio.wait_for(running.ended(), _REPORT_PATIENCE_S / _KILLS)
                 break
         else:
             self._die("a command could not be killed in it, so that the way to it may be broken")

@@ -152,6 +152,16 @@ async def test_a_call_cancelled_as_its_command_begins_ends_it_and_not_the_box(
         assert processes_with("sleep\09602") == []
 
 
+async def test_the_session_keeps_its_variables_whenever_a_call_is_cancelled(box: Container) -> None:
+    for turn in range(20):
+        await box.run(f"X={turn}")
+        call = asyncio.create_task(box.run("sleep 9604" if turn % 2 else "while :; do :; done"))
+        await asyncio.sleep((0, 0, 0.0001, 0.0005, 0.002)[turn % 5])
+        call.cancel()
+        await asyncio.wait([call])
+        assert (await box.run("echo $X")).stdout == f"{turn}\n"
+
+
 async def test_signals_do_inside_what_they_do_by_default_whatever_their_owner_ignores(
     ground: Ground, start: Start
 ) -> None:

@@ -23,8 +23,8 @@ from agentfly.resources.containers.bubblewrap.launcher import Launcher
 from agentfly.resources.containers.bubblewrap.shell_processes import ReportReader
 from agentfly.resources.containers.command import Command, CommandOutcome, CommandResult, TimeLimit
 from agentfly.resources.containers.container import Container
-from agentfly.resources.containers.shell import FloodLimiter
 from agentfly.resources.containers.sandbox_processes import PidNamespace
+from agentfly.resources.containers.shell import FloodLimiter
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.containers.stream_shell.protocol import MAX_REPORT_BYTES, ReportSplitter, ShellScripts
 from agentfly.resources.containers.stream_shell.shell import StreamShell

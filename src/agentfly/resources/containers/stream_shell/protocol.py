@@ -113,6 +113,10 @@ SERVER_COMMAND = ["/bin/bash", "-c", 'IFS= read -r -d "" keeper && eval "$keeper
 """The command line of a keeper, which is told on its input what to do."""
 
 
+_HOLDER = "printf '@MARK@o %s\\n' \"$$\"; read -r -d ''"
+"""Holds its outputs open for commands, until its input ends."""
+
+
 @dataclass(frozen=True)
 class ShellScripts:
     """The scripts of one shell.
@@ -138,20 +142,24 @@ class ShellScripts:
             owner: who is to own the `owned` directories, as ``chown`` takes it; empty for nobody.
             owned: directories, emptied by a reset with their owner kept.
         """
-        session, alone = self._source("held", "session"), self._source("held", "alone")
-        arguments = (session, alone, owner, "\n".join(owned), *drop)
-        return f"set -- {shlex.join(arguments)}\n{self._source('keeper')}".encode("utf-8", "surrogateescape") + b"\0"
+        session, new_process = self._source("open_files", "session"), self._source("open_files", "new_process")
+        arguments = (session, new_process, owner, "\n".join(owned), *drop)
+        return f"set -- {shlex.join(arguments)}\n{self._source('server')}".encode("utf-8", "surrogateescape") + b"\0"
 
     def holder(self) -> list[str]:
         """The command line of a program that does no more than hold outputs open."""
-        return ["/bin/bash", "-c", self._source("holder")]
+        return ["/bin/bash", "-c", _HOLDER.replace("@MARK@", self._quoted_mark)]
+
+    @property
+    def _quoted_mark(self) -> str:
+        return f"\\x1e{self.nonce} "
 
     def _source(self, *names: str) -> str:
-        text = "".join(map(_text, names)).replace("@SERVE@", _text("serve"))
+        text = "".join(map(_text, names)).replace("@RUN_IN_SESSION@", _text("run_in_session"))
         return (
-            text.replace("@MARK@", f"\\x1e{self.nonce} ")
+            text.replace("@MARK@", self._quoted_mark)
             .replace("@NONCE@", self.nonce)
-            .replace("@PLACE@", self.directory)
+            .replace("@DIRECTORY@", self.directory)
         )
 
 

@@ -446,6 +446,8 @@ class StreamShell:
                 break
         else:
             await self._kill_everything()
+        if channel is self._main and not running.started:  # its start would have been reported before the new session
+            running.finish(137)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(running.ended(), _KEEP_GRACE_S)
 

@@ -1,5 +1,5 @@
-# Whether a process other than those named has the file $1 open.
-__agentfly_held() {
+# Check whether a process other than those named has the file $1 open.
+__agentfly_is_open() {
     builtin local file=$1 process opened options=$-
     builtin shift
     builtin set +f
@@ -16,13 +16,13 @@ __agentfly_held() {
     builtin return 1
 }
 
-# What is reported of the sandbox with the end of a command: how many processes the kernel has killed for memory.
-__agentfly_kills() {
+# Count the processes of the sandbox that the kernel has killed for memory.
+__agentfly_count_oom_kills() {
     builtin local name number
     for name in /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control; do
         if [[ -r $name ]]; then
             while IFS=' ' builtin read -r name number; do
-                [[ $name != oom_kill ]] || __agentfly_killed=$number
+                [[ $name != oom_kill ]] || __agentfly_oom_kills=$number
             done <"$name"
             builtin return
         fi

@@ -1,35 +1,36 @@
-# What keeps the shell of a sandbox. It reads requests from its input, and reports on its output, a line each:
+# The server of a sandbox's shell. It reads requests from its input and reports on its output, one line per report:
 #
-#   h PID      a session is ready, in process PID          f KEEPER PID   the dispatcher is ready
-#   e N K      the session has ended with exit code N; the next one follows, with its variables if K is 1
-#   r N        the sandbox is as after its start (0), or could not be brought back to that (1)
-#   b ID, d ID ...  a command has begun, has ended: on the outputs of that command
-#   x ID       a command has not begun, because who was to hold its outputs is gone
+#   h PID           a session is ready, in process PID
+#   f SERVER PID    the dispatcher is ready, in process PID
+#   e N K           the session has exited with code N; the next one has its variables if K is 1
+#   r N             a reset has ended: everything is as after the start (0), or not (1)
+#   b ID, d ID ...  a command has started, has ended: reported on the outputs of the command
+#   x ID            a command was not started, because the process that holds its outputs has exited
 #
-# Where it has other rights than the agent, nothing that runs inside can reach it. Arguments: the source of the session,
-# the source of what runs a command alone, the user who is to own directories, those directories (a line each), the
-# words before a program that take away rights.
+# If the server has other rights than the agent, no process inside can signal it. Arguments: the script of the session,
+# the script of a command in a process of its own, the owner of directories, these directories (one per line), and the
+# command prefix that drops privileges.
 owner=$3 drop=("${@:5}")
 mapfile -t owned <<<"$4"
 [[ $4 ]] || owned=()
 umask 022
 exec 200<&0 211>&1 212>&2 </dev/null >/dev/null 2>&1
 exec 202<> <(:)
-(umask 0 && : >@PLACE@/@NONCE@-kept) # which the session may write
-printf '%s' "$1" >@PLACE@/@NONCE@-session
-printf '%s' "$2" >@PLACE@/@NONCE@-alone
+(umask 0 && : >@DIRECTORY@/@NONCE@-kept) # the session may write it
+printf '%s' "$1" >@DIRECTORY@/@NONCE@-session
+printf '%s' "$2" >@DIRECTORY@/@NONCE@-new-process
 set --
 
-# What the directories are at the beginning of each life. Nobody inside can give one that is his to somebody else.
+# Set up the directories, at the start and after each reset. The agent cannot change the owner of its directories.
 furnish() {
     ((${#owned[@]} == 0)) || command -p chmod 755 "${owned[@]}"
     [[ ! -e /.agentfly.tar ]] || command -p tar -C / -xpf /.agentfly.tar
-    : >@PLACE@/@NONCE@-hold
-    : >@PLACE@/@NONCE@-kept
+    : >@DIRECTORY@/@NONCE@-hold
+    : >@DIRECTORY@/@NONCE@-kept
 }
 
-# Find the processes below those in $1, and those that process 1 has taken over unless $3 is empty. Spare those in $2.
-# All are stopped before any dies, so that none gets away by forking.
+# Kill the descendants of the processes in $1 and, unless $3 is empty, the orphans that process 1 has adopted. Spare the
+# processes in $2. All are stopped before any is killed, so that none escapes by forking.
 sweep() {
     local spared=" 1 $BASHPID $2 " round pid line changed fresh
     local -A parent roots stopped
@@ -69,7 +70,7 @@ sweep() {
     for pid in "${!stopped[@]}"; do kill -KILL "$pid"; done
 }
 
-# Kill all but process 1 and this one, and empty the directories in $1. Fails if something of before is left.
+# Kill all processes but process 1 and this one, and empty the directories in $1. Fail if anything is left.
 empty() {
     local directory name pid alive lines
     local -a directories left
@@ -89,10 +90,10 @@ empty() {
     ((${#left[@]} == 0)) || command -p rm -rf -- "${left[@]}"
     for directory in "${directories[@]}"; do
         for name in "$directory"/*; do
-            [[ $'\n'$1$'\n' == *$'\n'$name$'\n'* ]] || return # not another of them that is mounted there
+            [[ $'\n'$1$'\n' == *$'\n'$name$'\n'* ]] || return # unless another of the directories is mounted there
         done
     done
-    # what outlives processes: System V's shared memory, queues and semaphores, and connections that were just closed
+    # these outlive processes: System V's shared memory, queues and semaphores, and connections that were just closed
     for name in /proc/sysvipc/{shm,msg,sem} /proc/net/{tcp,tcp6}; do
         if [[ -r $name ]]; then
             mapfile -t lines <"$name"
@@ -103,46 +104,51 @@ empty() {
 
 dispatch() {
     local begin kind id slot holder known length data input old
-    local -A alone
+    local -A new_processes
     printf '@MARK@f %s %s\n' "$$" "$BASHPID" >&211
     while IFS=' ' read -r -d '' -u 200 begin kind id slot holder input length known; do
         [[ $begin == "@NONCE@" ]] || continue
         data=
         ((length == 0)) || IFS= LC_ALL=C read -r -N "$length" -u 200 data || break
         case $kind in
-        i) printf '%b' "$data" >>"@PLACE@/$slot.in" ;;
-        n) : >"@PLACE@/$slot.in" ;;
+        i) printf '%b' "$data" >>"@DIRECTORY@/$slot.in" ;;
+        n) : >"@DIRECTORY@/$slot.in" ;;
         s)
-            printf '%s' "$data" >@PLACE@/0.sh
+            printf '%s' "$data" >@DIRECTORY@/0.sh
             printf '%s - %s %s %s\n' "$id" "$holder" "$input" "$known" >&202
             ;;
         e) printf '%s %s %s /dev/null %s\n' "$id" "$slot" "$holder" "$known" >&202 ;;
         p)
-            for old in "${!alone[@]}"; do kill -0 "${alone[$old]}" || unset "alone[$old]"; done
-            printf '%s' "$data" >"@PLACE@/$slot.sh"
+            for old in "${!new_processes[@]}"; do kill -0 "${new_processes[$old]}" || unset "new_processes[$old]"; done
+            printf '%s' "$data" >"@DIRECTORY@/$slot.sh"
             (
                 [[ $holder != 0 ]] || exec 213>&211 214>&212
                 exec 200<&- 202<&-
-                exec "${drop[@]}" /bin/bash @PLACE@/@NONCE@-alone "$id" "$slot" "$holder" "$input" "$known"
+                exec "${drop[@]}" /bin/bash @DIRECTORY@/@NONCE@-new-process "$id" "$slot" "$holder" "$input" "$known"
             ) &
-            alone[$id]=$!
+            new_processes[$id]=$!
             ;;
         k)
-            kill -STOP "$id" # it must not go on to the command's next line, nor the next one read what is for this one
+            kill -STOP "$id" # it must not run the command's next line; the next session must not read this request
             while read -r -t 0.001 -u 202; do :; done
             sweep "$id" "$id $known" "${holder#-}"
             kill -"$slot" "$id"
             kill -CONT "$id"
+            # a signal just before bash blocks in "read" is handled only after it: an empty line ends that "read"
+            [[ $slot != TERM ]] || printf '\n' >&202
             ;;
-        q) [[ ! ${alone[$id]} ]] || sweep "${alone[$id]}" "${alone[*]} $known" "${holder#-}" ;;
+        q)
+            [[ ! ${new_processes[$id]} ]] ||
+                sweep "${new_processes[$id]}" "${new_processes[*]} $known" "${holder#-}"
+            ;;
         r)
-            printf 1 >@PLACE@/@NONCE@-hold
+            printf 1 >@DIRECTORY@/@NONCE@-hold
             if empty "$data"; then printf '@MARK@r 0\n' >&211; else printf '@MARK@r 1\n' >&211; fi
             exit 4
             ;;
         esac
     done
-    exit 3 # nobody asks any more
+    exit 3 # the host has closed the input
 }
 
 ((${#owned[@]} == 0)) || command -p chown "$owner" "${owned[@]}"
@@ -152,14 +158,14 @@ while :; do
         if [[ $session ]]; then
             wait "$session"
             code=$?
-            [[ -s @PLACE@/@NONCE@-kept ]]
+            [[ -s @DIRECTORY@/@NONCE@-kept ]]
             printf '@MARK@e %s %s\n' "$code" $((!$?)) >&211
             session=
         fi
-        if [[ ! -s @PLACE@/@NONCE@-hold ]]; then
+        if [[ ! -s @DIRECTORY@/@NONCE@-hold ]]; then
             (
                 exec 200<&-
-                exec "${drop[@]}" /bin/bash @PLACE@/@NONCE@-session
+                exec "${drop[@]}" /bin/bash @DIRECTORY@/@NONCE@-session
             ) &
             session=$!
         fi
@@ -180,5 +186,5 @@ while :; do
         dispatch &
         dispatcher=$!
     fi
-    wait -n # for either; those that other processes left to process 1 are reaped without a word
+    wait -n # for either; orphans of other processes are reaped silently
 done

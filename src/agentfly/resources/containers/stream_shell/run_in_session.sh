@@ -1,8 +1,8 @@
-__agentfly_served=1
+__agentfly_connected=1
 if [[ $__agentfly_code == - ]]; then
     builtin printf '@MARK@b %s\n' "$__agentfly_id" >&213
     {
-        builtin . @PLACE@/0.sh
+        builtin . @DIRECTORY@/0.sh
     } <"$__agentfly_in" >&213 2>&214 202<&- 211>&- 212>&- 213>&- 214>&-
     __agentfly_code=$?
 fi

@@ -143,8 +143,8 @@ async def test_a_failure_is_placed_at_the_users_line_and_not_at_agentflys(call):
 
     with pytest.raises(UsageError) as caught:
         await call(mistaken)
-    assert "test_programmer_mistakes.py" in Failure.of(caught.value).place
-    assert "in mistaken" in Failure.of(caught.value).place
+    assert "test_programmer_mistakes.py" in Failure.of(caught.value).location
+    assert "in mistaken" in Failure.of(caught.value).location
 
 
 def test_one_spec_where_a_list_of_them_is_wanted_is_named_by_its_type():

@@ -117,7 +117,7 @@ async def test_whatever_a_reward_does_in_its_process_the_next_score_is_sound(sco
         await score(misbehaving, how="raise")
     failure = Failure.of(raised.value)
     assert 'return int("many")' in failure.traceback
-    assert failure.place.startswith(__file__)
+    assert failure.location.startswith(__file__)
 
     with pytest.raises(UsageError, match=r"the result.* is a _thread\.lock"):
         await score(misbehaving, how="unpicklable")

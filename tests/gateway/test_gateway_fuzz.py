@@ -137,7 +137,7 @@ def require_exact(trajectory: af.Trajectory, turns: int) -> None:
     ]
     assert sorted(places) == sampled
     for turn in trajectory.turns:
-        assert all(before < turn.index for before in turn.follows or ())
+        assert all(before < turn.index for before in turn.parent_turns or ())
     again = af.Trajectory.from_json(json.loads(trajectory_json_line(trajectory)))
     assert again.to_json() == trajectory.to_json()
     if turns:
@@ -153,9 +153,9 @@ def try_out(server: Server, content: bytes, *, follow: bool = False, headers: di
     assert answered[0] == answered[1], [answer.text for answer in answers]
     event("answered" if answered[0] else "refused")
     trajectory = server.gateway.finish(end.rollout_id, reward=1.0)
-    if trajectory.untrainable:
+    if trajectory.untrainable_reason:
         assert follow
-        trajectory.untrainable = ""
+        trajectory.untrainable_reason = ""
     require_exact(trajectory, sum(answered))
     return answered[0]
 

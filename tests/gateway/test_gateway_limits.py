@@ -170,7 +170,7 @@ async def test_finding_what_a_request_continues_takes_no_longer_for_a_long_recor
         assert (await program.send(said("begin", "the same", "way 3", "the same", "on"))).status_code == 200
         assert compared["messages"] <= 4
         trajectory = gateway.finish("r.0", reward=1.0)
-    assert trajectory.turns[-1].follows in ((3,), (23,))
+    assert trajectory.turns[-1].parent_turns in ((3,), (23,))
 
 
 async def test_as_many_calls_at_a_time_are_answered_as_may_be(serving: Any) -> None:

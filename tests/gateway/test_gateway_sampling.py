@@ -130,7 +130,7 @@ async def test_a_rollout_that_follows_its_program_is_kept_out_of_training_where_
     expected["temperature"] = 0 if expected["temperature"] < 1e-4 else expected["temperature"]
     assert (used.temperature, used.top_p, used.seed) == (expected["temperature"], expected["top_p"], expected["seed"])
     assert used.top_k == max(0, expected["top_k"])
-    assert trajectory.untrainable == (f"sampled with {why}" if why else "")
+    assert trajectory.untrainable_reason == (f"sampled with {why}" if why else "")
     assert trajectory.reward == 1.0, "it counts in evaluations"
     batch = rows_from_trajectories([trajectory])
     assert (len(batch.rows) == 0, batch.excluded) == (bool(why), {"untrainable": 1} if why else {})

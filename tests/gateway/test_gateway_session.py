@@ -134,7 +134,7 @@ async def test_turns_follow_the_answer_they_go_on_from_and_new_conversations_all
     await ask("q", "said 0", "another way", "said 2", "on")
     await ask("a conversation of its own")
     await ask("q")
-    assert [turn.follows for turn in finished(session).turns] == [(), (0,), (0,), (2,), (1, 3), ()]
+    assert [turn.parent_turns for turn in finished(session).turns] == [(), (0,), (0,), (2,), (1, 3), ()]
 
 
 async def test_conversations_at_a_time_do_not_follow_one_another() -> None:
@@ -144,7 +144,7 @@ async def test_conversations_at_a_time_do_not_follow_one_another() -> None:
     session.mark_delivered(second)
     session.mark_delivered(first)
     session.mark_delivered(await session.answer(wanted("sum up")))
-    assert [turn.follows for turn in finished(session).turns] == [(), (0,), (0,), (1, 2)]
+    assert [turn.parent_turns for turn in finished(session).turns] == [(), (0,), (0,), (1, 2)]
 
 
 async def test_branches_of_a_program_each_earn_the_whole_reward() -> None:
@@ -212,7 +212,7 @@ async def test_an_answer_whose_past_the_template_rewrites_follows_the_same_turn(
     session.mark_delivered(await session.answer(wanted("q", "one", "more")))
     trajectory = finished(session)
     assert [turn.sequence for turn in trajectory.turns] == [0, 1]
-    assert [turn.follows for turn in trajectory.turns] == [(), (0,)]
+    assert [turn.parent_turns for turn in trajectory.turns] == [(), (0,)]
 
 
 async def test_calls_with_arguments_that_json_cannot_hold_stay_in_the_text(tools: Any) -> None:
@@ -293,4 +293,6 @@ async def test_what_libraries_change_in_numbers_and_beside_calls_is_the_same_con
     for _ in range(2):
         session.mark_delivered(await session.answer(ModelRequest(asked, tools, max_tokens=500)))
     session.mark_delivered(await session.answer(ModelRequest(shown("first"), tools, max_tokens=500)))
-    assert finished(session).turns[2].follows == (0,), "the calls are equal, and what was said beside them tells which"
+    assert finished(session).turns[2].parent_turns == (0,), (
+        "the calls are equal, and what was said beside them tells which"
+    )

@@ -125,8 +125,8 @@ def test_a_failure_keeps_its_traceback_and_cause():
     assert failure.boundary is Boundary.RESOURCE
     assert not failure.by_policy
     assert "disk full" in failure.traceback
-    assert "test_trajectory.py" in failure.place
-    assert failure.place.endswith("in test_a_failure_keeps_its_traceback_and_cause")
+    assert "test_trajectory.py" in failure.location
+    assert failure.location.endswith("in test_a_failure_keeps_its_traceback_and_cause")
 
 
 def full() -> Trajectory:
@@ -145,7 +145,7 @@ def full() -> Trajectory:
         index=1, sequence=0, start=3, stop=5, text="text", ended_by_model=True, tool_results=(record,),
         generation_seconds=0.125,
         reasoning="why", content="what", kind="memory", agent="search", conversation="call_0", policy="other",
-        reward=0.5, anchor="anchor", follows=(0,), prompt_tokens=7, sampled_tokens=2,
+        reward=0.5, anchor="anchor", parent_turns=(0,), prompt_tokens=7, sampled_tokens=2,
     )  # fmt: skip
     return Trajectory(
         "r", "g", Task("look", {"answer": 1}), 2, shown, [turn], [sequence.freeze()], {"call_0": shown},

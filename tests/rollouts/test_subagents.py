@@ -428,11 +428,11 @@ async def test_turns_of_parallel_subagents_follow_the_turn_that_called_them_and_
     first = {turn.conversation: turn.index for turn in reversed(trajectory.turns)}
     last = {turn.conversation: turn.index for turn in trajectory.turns}
     own = [turn.index for turn in trajectory.turns if not turn.conversation]
-    follows = [turn.follows for turn in trajectory.turns]
-    assert [follows[first[name]] for name in ("call_0", "call_1")] == [(own[0],)] * 2
-    assert [follows[last[name]] for name in ("call_0", "call_1")] == [(first["call_0"],), (first["call_1"],)]
-    assert sorted(follows[own[1]]) == sorted([last["call_0"], last["call_1"]])
-    assert (follows[own[0]], follows[own[2]]) == ((), (own[1],)), "a tool of no agent takes no turn"
+    parent_turns = [turn.parent_turns for turn in trajectory.turns]
+    assert [parent_turns[first[name]] for name in ("call_0", "call_1")] == [(own[0],)] * 2
+    assert [parent_turns[last[name]] for name in ("call_0", "call_1")] == [(first["call_0"],), (first["call_1"],)]
+    assert sorted(parent_turns[own[1]]) == sorted([last["call_0"], last["call_1"]])
+    assert (parent_turns[own[0]], parent_turns[own[2]]) == ((), (own[1],)), "a tool of no agent takes no turn"
 
 
 async def test_rows_pass_through_turns_of_another_model():
@@ -443,6 +443,6 @@ async def test_rows_pass_through_turns_of_another_model():
     policy = ScriptedPolicy(script(boss=[ASK, "Blue."]))
     trajectory = await play(boss(helper), policy, subagent_policies={"another": other})
     trajectory.reward = 1.0
-    assert [turn.follows for turn in trajectory.turns] == [(), (0,), (1,)]
+    assert [turn.parent_turns for turn in trajectory.turns] == [(), (0,), (1,)]
     (row,) = rows_from_trajectories([trajectory]).rows
-    assert [(turn.index, turn.follows) for turn in row.turns] == [(0, ()), (2, (0,))]
+    assert [(turn.index, turn.parent_turns) for turn in row.turns] == [(0, ()), (2, (0,))]

@@ -27,11 +27,11 @@ def row(turns: Sequence[RowTurn], rollout: str = "a", reward: float = 1.0, **oth
     return Row([7] * len(mask), mask, logprobs, [0] * len(mask), "g", rollout, reward, False, turns=tuple(turns))
 
 
-def row_a_turn(follows: Follows, sizes: Sequence[int], reward: float = 1.0) -> list[Row]:
+def row_a_turn(parent_turns: Follows, sizes: Sequence[int], reward: float = 1.0) -> list[Row]:
     """A row for each turn, turn ``n`` with ``sizes[n]`` tokens."""
     return [
-        row([RowTurn(number, 1, 1 + size, follows=before)], reward=reward)
-        for number, (before, size) in enumerate(zip(follows, sizes, strict=True))
+        row([RowTurn(number, 1, 1 + size, parent_turns=before)], reward=reward)
+        for number, (before, size) in enumerate(zip(parent_turns, sizes, strict=True))
     ]
 
 
@@ -80,22 +80,22 @@ def test_remax_gives_the_root_the_mean_of_its_branches_penalties_and_not_their_s
 
 def test_gigpo_goes_back_from_each_branch_to_its_own_parent() -> None:
     tree = [
-        row([RowTurn(number, 1, 2, None, f"state {number}" if number else "begin", follows=before)])
+        row([RowTurn(number, 1, 2, None, f"state {number}" if number else "begin", parent_turns=before)])
         for number, before in enumerate(ROOT_AND_THREE_BRANCHES)
     ]
-    other = [row([RowTurn(0, 1, 2, None, "begin", follows=())], rollout="b", reward=0.0)]
+    other = [row([RowTurn(0, 1, 2, None, "begin", parent_turns=())], rollout="b", reward=0.0)]
     found = judge("gigpo", AdvantageInputs([*tree, *other]), step_discount=0.5, divide_by_std=False)
     # Returns in the state "begin": 1/2 (one step before each branch's end, which is 1) and 0.
     assert [values.tolist() for values in found.values] == [[0.5 + 0.25], [0.5], [0.5], [0.5], [-0.5 - 0.25]]
 
 
 def test_gigpo_passes_through_what_parallel_subagents_did() -> None:
-    own = row([RowTurn(0, 1, 2, None, "begin", follows=()), RowTurn(3, 3, 4, None, "later", follows=(1, 2))])
+    own = row([RowTurn(0, 1, 2, None, "begin", parent_turns=()), RowTurn(3, 3, 4, None, "later", parent_turns=(1, 2))])
     helpers = [
-        Row(**{**vars(row([RowTurn(number, 1, 2, follows=(0,))])), "agent": "helper"})  # type: ignore[arg-type]
+        Row(**{**vars(row([RowTurn(number, 1, 2, parent_turns=(0,))])), "agent": "helper"})  # type: ignore[arg-type]
         for number in (1, 2)
     ]
-    other = row([RowTurn(0, 1, 2, None, "begin", follows=())], rollout="b", reward=0.0)
+    other = row([RowTurn(0, 1, 2, None, "begin", parent_turns=())], rollout="b", reward=0.0)
     found = judge("gigpo", AdvantageInputs([own, *helpers, other]), step_discount=0.5, divide_by_std=False)
     assert found.values[0].tolist() == [0.5 + 0.25, 0.5]
 
@@ -104,41 +104,43 @@ def test_branches_behind_a_row_that_was_cut_away_follow_what_stood_before_it() -
     rows = row_a_turn([(), (0,), (1,), (1,)], [1, 9, 1, 1])
     hollow = Row(**{**vars(rows[1]), "ids": [7] * 40, "loss_mask": [0] * 30 + [1] * 9 + [0],  # type: ignore[arg-type]
                     "logprobs": [math.nan] * 30 + [-0.5] * 9 + [math.nan], "versions": [0] * 40,
-                    "turns": (RowTurn(1, 30, 39, follows=(0,)),)})  # fmt: skip
+                    "turns": (RowTurn(1, 30, 39, parent_turns=(0,)),)})  # fmt: skip
     kept = cut_rows(RowBatch((rows[0], hollow, *rows[2:]), {}), 20).rows
-    assert [turn.follows for one in kept for turn in one.turns] == [(), (0,), (0,)]
+    assert [turn.parent_turns for one in kept for turn in one.turns] == [(), (0,), (0,)]
     assert returns(nothing_expected(kept), discount=0.5) == [[0.5], [1.0], [1.0]]
 
 
 def test_a_turn_that_was_left_without_tokens_is_passed_through() -> None:
-    cut = row([RowTurn(0, 1, 2, follows=()), RowTurn(1, 2, 2, follows=(0,))])
-    branches = [row([RowTurn(number, 1, 2, follows=(1,))]) for number in (2, 3)]
+    cut = row([RowTurn(0, 1, 2, parent_turns=()), RowTurn(1, 2, 2, parent_turns=(0,))])
+    branches = [row([RowTurn(number, 1, 2, parent_turns=(1,))]) for number in (2, 3)]
     assert returns(nothing_expected([cut, *branches]), discount=0.5) == [[0.5], [1.0], [1.0]]
 
 
 def test_what_is_left_out_is_passed_through_to_those_before() -> None:
-    follows = {0: (), 1: (0,), 2: (0,), 3: (1, 2), 4: (3,), 5: None}
-    assert predecessors_within(follows, {0, 2, 4, 5}) == {0: (), 2: (0,), 4: (0, 2), 5: (4,)}
-    assert predecessors_within(follows, {4}) == {4: ()}
+    parent_turns = {0: (), 1: (0,), 2: (0,), 3: (1, 2), 4: (3,), 5: None}
+    assert predecessors_within(parent_turns, {0, 2, 4, 5}) == {0: (), 2: (0,), 4: (0, 2), 5: (4,)}
+    assert predecessors_within(parent_turns, {4}) == {4: ()}
 
 
 @st.composite
 def trees(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[int]]:
     """Turns that follow one or two earlier ones, or none, with their numbers of tokens."""
     count = draw(st.integers(1, 7))
-    follows = [
+    parent_turns = [
         tuple(sorted(draw(st.sets(st.integers(0, number - 1), max_size=2)))) if number else ()
         for number in range(count)
     ]
-    return follows, draw(st.lists(st.integers(1, 3), min_size=count, max_size=count))
+    return parent_turns, draw(st.lists(st.integers(1, 3), min_size=count, max_size=count))
 
 
-def ways(follows: Follows, turn: int) -> list[tuple[float, list[int]]]:
+def ways(parent_turns: Follows, turn: int) -> list[tuple[float, list[int]]]:
     """All ways from a turn to an end, each with its probability where every follower is as likely."""
-    followers = [number for number, before in enumerate(follows) if turn in before]
+    followers = [number for number, before in enumerate(parent_turns) if turn in before]
     if not followers:
         return [(1.0, [turn])]
-    return [(share / len(followers), [turn, *way]) for follower in followers for share, way in ways(follows, follower)]
+    return [
+        (share / len(followers), [turn, *way]) for follower in followers for share, way in ways(parent_turns, follower)
+    ]
 
 
 @given(trees(), st.sampled_from([1.0, 0.9]), st.sampled_from([1.0, 0.5]), st.integers(0, 2**32 - 1))
@@ -146,10 +148,10 @@ def test_each_token_is_judged_by_the_mean_over_the_ways_that_go_on_from_it(
     tree: tuple[list[tuple[int, ...]], list[int]], discount: float, gae_lambda: float, seed: int
 ) -> None:
     """What a chain alone would give along each way, weighed by how likely the way is."""
-    follows, sizes = tree
+    parent_turns, sizes = tree
     random = np.random.default_rng(seed)
     values, penalties = ([random.normal(size=size) for size in sizes] for _ in range(2))
-    rows = row_a_turn(follows, sizes)
+    rows = row_a_turn(parent_turns, sizes)
     order = random.permutation(len(rows)).tolist()
     evidence = AdvantageInputs(
         [rows[number] for number in order],
@@ -159,7 +161,7 @@ def test_each_token_is_judged_by_the_mean_over_the_ways_that_go_on_from_it(
     found = dict(zip(order, returns(evidence, discount=discount, gae_lambda=gae_lambda), strict=True))
     for turn, size in enumerate(sizes):
         expected = np.zeros(size)
-        for share, way in ways(follows, turn):
+        for share, way in ways(parent_turns, turn):
             chain = AdvantageInputs(
                 row_a_turn([(place - 1,) if place else () for place in range(len(way))], [sizes[one] for one in way]),
                 values=[values[one] for one in way],

@@ -89,7 +89,7 @@ async def test_what_is_sampled_after_an_update_is_sampled_by_the_weights_that_we
     assert (servers._fleet.weights.adapter is not None) == ("lora" in settings)  # type: ignore[union-attr]
     assert servers.in_use  # it was given in use, and is given back so
     assert [event.version for event in handed] == [first, first + 1, first + 2, first + 3]
-    assert max(event.distance for event in handed) < 0.002
+    assert max(event.logprob_gap for event in handed) < 0.002
     for step in (1, 2, 3):
         # so large a learning rate that log-probs of the weights before would be far off
         assert result.metrics[step]["mismatch/logprob_diff_max"] < 1e-3

@@ -188,13 +188,13 @@ def _fields(**given):
 
 def test_branches_of_a_program_say_where_they_go_on_and_notes_stand_at_the_end():
     turns = [
-        Turn(**_fields(index=0, sequence=0, text="root", follows=())),
-        Turn(**_fields(index=1, sequence=0, text="one way", follows=(0,))),
-        Turn(**_fields(index=2, sequence=1, text="another way", follows=(0,))),
-        Turn(**_fields(index=3, sequence=2, text="summed up", follows=(1, 2))),
+        Turn(**_fields(index=0, sequence=0, text="root", parent_turns=())),
+        Turn(**_fields(index=1, sequence=0, text="one way", parent_turns=(0,))),
+        Turn(**_fields(index=2, sequence=1, text="another way", parent_turns=(0,))),
+        Turn(**_fields(index=3, sequence=2, text="summed up", parent_turns=(1, 2))),
     ]
     shown = trajectory_text(
-        a_trajectory(turns=turns, untrainable="sampled with top_k=1", notes=["The program asked for top_k=1."])
+        a_trajectory(turns=turns, untrainable_reason="sampled with top_k=1", notes=["The program asked for top_k=1."])
     ).plain
     assert [line.split(", ", 1)[1] for line in shown.splitlines() if line.startswith("turn ") and ", " in line] == [
         "begins sequence 2, goes on from turn 1",

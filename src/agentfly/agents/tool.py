@@ -321,7 +321,7 @@ class Tool(UserFunction):
 
     def _log_crash_once(self, error: BaseException, message: str) -> None:
         """Log a crash once per location. The model may have caused it, or it is a bug in the tool."""
-        location = Failure.of(error).place
+        location = Failure.of(error).location
         if location not in self._reported_locations:
             self._reported_locations.add(location)
             logger.warning(

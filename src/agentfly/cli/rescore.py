@@ -106,7 +106,7 @@ def _require_scores(trajectories: Iterable[Trajectory], reward: str) -> None:
     tried = [one for one in trajectories if one.reward is not None or one.reward_failure is not None]
     failures = [one.reward_failure for one in tried if one.reward_failure is not None]
     if tried and len(failures) == len(tried):
-        place = f" (raised at {failures[0].place})" if failures[0].place else ""
+        place = f" (raised at {failures[0].location})" if failures[0].location else ""
         raise UsageError(
             f"{reward} gave none of {len(tried)} trajectories a score, so nothing was written. For instance: "
             f"{failures[0].message}{place}"

@@ -321,12 +321,12 @@ class WeightsSynced(Event):
 
     Attributes:
         version: the version of the weights.
-        distance: how far the servers' log-probs of a probe are from the trainer's, in nats a token.
+        logprob_gap: how far the servers' log-probs of a probe are from the trainer's, in nats a token.
         paused_s: seconds for which nothing was sampled.
     """
 
     version: int
-    distance: float
+    logprob_gap: float
     paused_s: float
 
 

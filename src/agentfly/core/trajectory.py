@@ -73,7 +73,7 @@ class Failure:
     traceback: str = ""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The last line of the user's own code that led to the failure, as ``file:line in function``.
 
         Where there is none in the traceback it is the line that raised the first exception of the chain; empty if that
@@ -150,9 +150,9 @@ class Turn(Brief):
         reward: the reward of the turn itself (step reward), if there is one.
         anchor: the state in which the turn was taken, as a hash of the environment's last result; the order of keys
             does not matter. Turns of one task with the same anchor acted in the same state.
-        follows: indices of the turns that precede this one: the previous turn of its conversation, or the last turns of
-            the subagents that answered it. For a subagent's first turn, the turn that called it. Empty for the
-            rollout's first turn, None where it is not known.
+        parent_turns: indices of the turns that led directly to this one: the previous turn of its conversation, or the
+            last turns of the subagents that answered it. For a subagent's first turn, the turn that called it. Empty
+            for the rollout's first turn, None where it is not known.
         prompt_tokens, sampled_tokens: numbers of tokens read and sampled, reasoning included, as reported by the policy
             or the endpoint; None where not reported.
     """
@@ -173,7 +173,7 @@ class Turn(Brief):
     policy: str = ""
     reward: float | None = None
     anchor: str = ""
-    follows: tuple[int, ...] | None = None
+    parent_turns: tuple[int, ...] | None = None
     prompt_tokens: int | None = None
     sampled_tokens: int | None = None
 
@@ -205,7 +205,8 @@ class Trajectory:
         seconds: wall time of the rollout by activity: ``total``, ``generation``, ``tools``, ``waiting`` (for resources,
             inside tools or rewards), ``reward``. Activities of subagents count as ``generation`` and ``tools``, and add
             up where subagents run at the same time.
-        untrainable: why a valid trajectory must not be trained on; empty if it may. Evaluations count it like others.
+        untrainable_reason: why a valid trajectory must not be trained on; empty if it may. Evaluations count it like
+            others.
         notes: further remarks for readers of the record.
     """
 
@@ -223,7 +224,7 @@ class Trajectory:
     reward_failure: Failure | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    untrainable: str = ""
+    untrainable_reason: str = ""
     notes: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
@@ -267,7 +268,7 @@ class Trajectory:
         return (
             self.reward is not None
             and not self.infrastructure_failed
-            and not self.untrainable
+            and not self.untrainable_reason
             and self.has_tokens
             and any(sequence.sampled_count for sequence in self.own_sequences)
         )
@@ -305,7 +306,7 @@ class Trajectory:
             "reward_failure": asdict(self.reward_failure) if self.reward_failure else None,
             "metrics": self.metrics,
             "seconds": self.seconds,
-            "untrainable": self.untrainable,
+            "untrainable_reason": self.untrainable_reason,
             "notes": self.notes,
         }
 
@@ -348,20 +349,20 @@ class Trajectory:
             reward_failure=_failure_from_json(value["reward_failure"]),
             metrics=value["metrics"],
             seconds=value["seconds"],
-            untrainable=value["untrainable"],
+            untrainable_reason=value["untrainable_reason"],
             notes=value["notes"],
         )
         for turn in trajectory.turns:
             place = (turn.sequence, turn.start, turn.stop)
             if {*map(type, place)} != {int} or not -1 <= turn.sequence < len(trajectory.sequences):
                 raise ValueError(f"turn {turn.index} has no place at {place} in {len(trajectory.sequences)} sequences")
-            if not all(type(number) is int and 0 <= number < turn.index for number in turn.follows or ()):
-                raise ValueError(f"turn {turn.index} follows the turns {turn.follows}")
+            if not all(type(number) is int and 0 <= number < turn.index for number in turn.parent_turns or ()):
+                raise ValueError(f"turn {turn.index} follows the turns {turn.parent_turns}")
         return trajectory
 
 
 _KINDS: dict[str, Any] = {
-    **dict.fromkeys(("rollout_id", "group_id", "untrainable"), str),
+    **dict.fromkeys(("rollout_id", "group_id", "untrainable_reason"), str),
     "notes": list,
     "attempt": int,
     "reward": float | int | None,
@@ -466,8 +467,10 @@ def _turn_to_json(turn: Turn) -> dict[str, Any]:
 
 
 def _turn_from_json(value: dict[str, Any]) -> Turn:
-    results, follows = tuple(map(_record_from_json, value["tool_results"])), value["follows"]
-    return Turn(**{**value, "tool_results": results, "follows": None if follows is None else tuple(follows)})
+    results, parent_turns = tuple(map(_record_from_json, value["tool_results"])), value["parent_turns"]
+    return Turn(
+        **{**value, "tool_results": results, "parent_turns": None if parent_turns is None else tuple(parent_turns)}
+    )
 
 
 def _record_from_json(value: dict[str, Any]) -> ToolRecord:

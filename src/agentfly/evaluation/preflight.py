@@ -248,7 +248,7 @@ class _PreflightRun:
         ) as runner:
             trajectory = await anext(runner.batch([self.task], label="preflight"))
         if trajectory.failure is not None:
-            failure, place = trajectory.failure, trajectory.failure.place or "no place known"
+            failure, place = trajectory.failure, trajectory.failure.location or "no place known"
             raise AgentFlyError(f"{failure.kind}: {failure.message} ({place})")
         return trajectory
 

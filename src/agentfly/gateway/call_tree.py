@@ -48,7 +48,7 @@ class PreparedCall:
         sampling: the effective sampling parameters.
         branch: the branch that the answer will extend.
         calls: the number of tool calls in the conversation so far.
-        follows: the turns that led to it; see `agentfly.core.trajectory.Turn.follows`.
+        parent_turns: the turns that led to it; see `agentfly.core.trajectory.Turn.parent_turns`.
     """
 
     request: ModelRequest
@@ -58,7 +58,7 @@ class PreparedCall:
     sampling: EffectiveSampling
     branch: SequenceBranch
     calls: int
-    follows: tuple[int, ...]
+    parent_turns: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class ModelCall:
         asked_hash: the hash of the request's conversation; see `ModelRequest.hashes`.
         hash: the hash of the conversation including the answer.
         length: the number of messages including the answer.
-        follows: the turns that led to it.
+        parent_turns: the turns that led to it.
         branch: the branch that it belongs to.
         pending: the data that is not recorded yet; None once it is recorded.
         span: its tokens in the trajectory; None until it is recorded.
@@ -107,7 +107,7 @@ class ModelCall:
     asked_hash: int
     hash: int
     length: int
-    follows: tuple[int, ...]
+    parent_turns: tuple[int, ...]
     branch: SequenceBranch
     pending: UnrecordedAnswer | None
     span: TokenSpan | None = None

@@ -149,7 +149,7 @@ class EffectiveSampling:
     Attributes:
         temperature, top_p, top_k, seed: see `agentfly.policies.policy.SamplingParams`.
         replaced: what the program asked for and did not get, by parameter.
-        untrainable: why the answer cannot be trained on; empty where it can.
+        untrainable_reason: why the answer cannot be trained on; empty where it can.
     """
 
     temperature: float
@@ -157,7 +157,7 @@ class EffectiveSampling:
     top_k: int
     seed: int | None = None
     replaced: Mapping[str, Any] | None = None
-    untrainable: str = ""
+    untrainable_reason: str = ""
 
 
 class OverriddenParameters:
@@ -188,7 +188,7 @@ class RolloutSampling:
     Training takes each token's log-prob for that of the policy itself at one temperature. So by default the program's
     temperature, cuts, seed and penalties are replaced by what stands here, and the record notes it. With
     ``honor_request`` they are followed, as evaluations may want it, and a rollout in which an answer was sampled in
-    any other way than this is kept out of training (`agentfly.core.trajectory.Trajectory.untrainable`).
+    any other way than this is kept out of training (`agentfly.core.trajectory.Trajectory.untrainable_reason`).
 
     Attributes:
         temperature: divides the logits; 0 takes the most likely token, which cannot be trained on.
@@ -235,9 +235,11 @@ class RolloutSampling:
                     param=name,
                 )
             followed = own | {name: value for name, value in asked.items() if name in HONORED_PARAMETERS}
-            return EffectiveSampling(**_within_range(followed), untrainable=self._untrainable(followed))
+            return EffectiveSampling(**_within_range(followed), untrainable_reason=self._untrainable(followed))
         wanted |= {name: value for name, value in asked.items() if name in HONORED_PARAMETERS and value != own[name]}
-        return EffectiveSampling(**_within_range(own), replaced=wanted or None, untrainable=self._untrainable(own))
+        return EffectiveSampling(
+            **_within_range(own), replaced=wanted or None, untrainable_reason=self._untrainable(own)
+        )
 
     def __str__(self) -> str:
         cuts = [f"top_p={self.top_p:g}"] * (self.top_p < 1) + [f"top_k={self.top_k}"] * (self.top_k > 0)

@@ -199,7 +199,7 @@ class ProgramSession:
         model_call.span, model_call.turn, model_call.pending = place, len(self.trajectory.turns), None
         self._latest = model_call
         self._replaced.add(pending.sampling)
-        self.trajectory.untrainable = self.trajectory.untrainable or pending.sampling.untrainable
+        self.trajectory.untrainable_reason = self.trajectory.untrainable_reason or pending.sampling.untrainable_reason
         answer = pending.answer
         reasoning, content = answer.message.get("reasoning_content"), text_of(answer.message["content"])
         self.trajectory.turns.append(
@@ -213,12 +213,12 @@ class ProgramSession:
                 generation_seconds=pending.seconds,
                 reasoning=reasoning,
                 content=None if content == answer.text else content,
-                follows=model_call.follows,
+                parent_turns=model_call.parent_turns,
                 prompt_tokens=len(pending.prompt.ids),
                 sampled_tokens=place.stop - place.start,
             )
         )
-        for before in model_call.follows:
+        for before in model_call.parent_turns:
             self._ends.pop(before, None)
         self._ends[model_call.turn] = None
         if model_call.parent is not None:
@@ -281,11 +281,11 @@ class ProgramSession:
             self.record(parent)  # a program that continues an answer has received it
             before = parent.tokens(self.trajectory.sequences)
             assert parent.turn is not None
-            follows: tuple[int, ...] = (parent.turn,)
+            parent_turns: tuple[int, ...] = (parent.turn,)
         else:
             # A new conversation follows all earlier answers: it may hold a summary of them.
             same = self._tree.find_same_start(request)
-            follows = same.follows if same is not None else tuple(self._ends)
+            parent_turns = same.parent_turns if same is not None else tuple(self._ends)
         known = parent.length if parent is not None else 0
         prompt = await self._heavy.run(lambda: self._rendered(request, known, before), size=request.size)
         self._require_open()
@@ -296,7 +296,7 @@ class ProgramSession:
                 "Shorten it."
             )
         calls = sum(len(message.get("tool_calls") or ()) for message in request.conversation)
-        return PreparedCall(request, parent, known, prompt, sampling, self._branch_after(parent), calls, follows)
+        return PreparedCall(request, parent, known, prompt, sampling, self._branch_after(parent), calls, parent_turns)
 
     def _rendered(self, request: ModelRequest, known: int, before: RenderedTokens | None) -> RenderedTokens:
         """Render a request. It keeps the ids of the call that it continues, unless the chat format rewrites them."""
@@ -389,13 +389,13 @@ class ProgramSession:
         rollout_id = self.trajectory.rollout_id
         name = f"{rollout_id}/{self._named}" if self._named else rollout_id
         self._named += 1
-        tape = TokenRecorder(
+        recorder = TokenRecorder(
             self.trajectory.sequences,
             max_tokens=self._policy.context_length,
             stop_ids=self._codec.chat.stop_ids,
             barred_ids=image_token_ids(self._policy.tokenizer.vision),
         )
-        self._branches.append(SequenceBranch(name, tape))
+        self._branches.append(SequenceBranch(name, recorder))
         return self._branches[-1]
 
     def _require_open(self) -> None:
@@ -414,7 +414,7 @@ def _exchange(question: PreparedCall, answer: ModelAnswer, seconds: float) -> Mo
         asked_hash=request.hashes[-1],
         hash=with_answer,
         length=len(request.conversation) + 1,
-        follows=question.follows,
+        parent_turns=question.parent_turns,
         branch=question.branch,
         pending=UnrecordedAnswer(question.prompt, answer, question.sampling, seconds),
     )

@@ -165,8 +165,8 @@ class RolloutSource(Protocol):
         """Whether there is one to begin, as far as is known."""
         ...
 
-    def begin_next(self, guest: AdmissionTicket) -> bool:
-        """Begin the next rollout, as ``guest``, and return at once; False if there is none left."""
+    def begin_next(self, ticket: AdmissionTicket) -> bool:
+        """Begin the next rollout, as ``ticket``, and return at once; False if there is none left."""
         ...
 
 
@@ -249,9 +249,9 @@ class Admission:
                     continue
                 if self._obstacle() is not None:
                     return
-                guest = AdmissionTicket(self, source.priority)
-                if not source.begin_next(guest):
-                    guest.release()
+                ticket = AdmissionTicket(self, source.priority)
+                if not source.begin_next(ticket):
+                    ticket.release()
                     self._waiting = [entry for entry in self._waiting if entry[2] is not source]
                     heapq.heapify(self._waiting)
         finally:
@@ -360,16 +360,16 @@ class AdmissionTicket:
 class _GenerationScope(AbstractContextManager[None]):
     """A block in which a rollout has the policy make a generation."""
 
-    __slots__ = ("_guest",)
+    __slots__ = ("_ticket",)
 
-    def __init__(self, guest: AdmissionTicket) -> None:
-        self._guest = guest
+    def __init__(self, ticket: AdmissionTicket) -> None:
+        self._ticket = ticket
 
     def __enter__(self) -> None:
-        self._guest._begin_generation()
+        self._ticket._begin_generation()
 
     def __exit__(self, *_: object) -> None:
-        self._guest._end_generation()
+        self._ticket._end_generation()
 
 
 def _of_at_least(priority: int, guests: Mapping[int, int]) -> int:

@@ -121,16 +121,16 @@ class AgentLoop:
     """One agent's part in a rollout.
 
     Args:
-        voice: the agent, with what it speaks by.
+        runtime: the agent, with what it speaks by.
         asked: the messages of the task, or of the call that the agent answers.
-        scribe: keeps the rollout's record.
+        recorder: keeps the rollout's record.
         context: the rollout's context.
         sampling: changes how the rollout's own policy samples.
         generation: entered while the rollout's own policy makes a generation.
         go_on: called before each turn; what it raises ends the conversation.
         agent: path of the agent's name; empty for the rollout's own.
         name: its own name: the ids of the calls that led to it, joined by ``/``; empty for the rollout's own.
-        follows: the turns that led to it; see `agentfly.core.trajectory.Turn.follows`.
+        parent_turns: the turns that led to it; see `agentfly.core.trajectory.Turn.parent_turns`.
 
     Attributes:
         messages: the conversation.
@@ -140,46 +140,46 @@ class AgentLoop:
 
     def __init__(
         self,
-        voice: AgentRuntime,
+        runtime: AgentRuntime,
         asked: Sequence[Message],
         *,
-        scribe: TrajectoryRecorder,
+        recorder: TrajectoryRecorder,
         context: Context,
         sampling: SamplingOverride,
         generation: AbstractContextManager[None] = NO_SCOPE,
         go_on: Callable[[], None] = lambda: None,
         agent: str = "",
         name: str = "",
-        follows: tuple[int, ...] = (),
+        parent_turns: tuple[int, ...] = (),
     ) -> None:
-        system = voice.agent.system_message()
+        system = runtime.agent.system_message()
         self.messages: list[Message] = [{"role": "system", "content": system}, *asked] if system else [*asked]
         self.answer = ""
-        self.last_turns = follows
+        self.last_turns = parent_turns
         self._ends_of_subagents: tuple[int, ...] = ()
-        self._voice = voice
-        self._agent = voice.agent
-        self._scribe = scribe
+        self._runtime = runtime
+        self._agent = runtime.agent
+        self._recorder = recorder
         self._context = context
         self._sampling = sampling
         self._go_on = go_on
         self._generation = generation
-        self._told = NO_SCOPE if voice.other_model else generation
+        self._scope = NO_SCOPE if runtime.other_model else generation
         self._path = agent
         self._name = name
-        self._speaker = voice.turn_generator(scribe.trajectory.sequences, self._rollout_id, sampling)
-        scribe.add_generator(self._speaker)
+        self._generator = runtime.turn_generator(recorder.trajectory.sequences, self._rollout_id, sampling)
+        recorder.add_generator(self._generator)
         self._speaking = asyncio.Lock()
-        self._past = Past(self.messages, context, self._remember, self._speaker.count_tokens)
+        self._past = Past(self.messages, context, self._remember, self._generator.count_tokens)
         self._situation = AnchorState(self.messages)
-        self._executor = ToolExecutor(self._agent, context, scribe.events, voice.truncate, self._delegate)
+        self._executor = ToolExecutor(self._agent, context, recorder.events, runtime.truncate, self._delegate)
         self._turns = self._tool_calls = self._invalid_calls_in_a_row = 0
         self._too_many_invalid = False
 
     @property
     def _rollout_id(self) -> str:
         """What the policy knows the conversation by."""
-        return "/".join(filter(None, (self._scribe.trajectory.rollout_id, self._name)))
+        return "/".join(filter(None, (self._recorder.trajectory.rollout_id, self._name)))
 
     async def run(self) -> FinishReason:
         """Take turns until the agent has answered, a tool says that it is done, or a limit is reached."""
@@ -215,7 +215,7 @@ class AgentLoop:
             results = await self._execute(said.calls, turn)
             if self._ends_of_subagents:
                 self.last_turns, self._ends_of_subagents = self._ends_of_subagents, ()
-            self._scribe.record_results(turn, results)
+            self._recorder.record_results(turn, results)
             self._past.append_results(map(self._message, results))
             self._situation.update(results)
             if reason := self._reason_to_end(results):
@@ -229,8 +229,8 @@ class AgentLoop:
 
     async def _generate(self, view: Sequence[Message], max_tokens: int | None = None) -> AssistantTurn | None:
         async with self._speaking:  # a memory may ask several things at once, but there is one sequence to go on with
-            with self._told:
-                return await self._speaker.generate_turn(view, max_tokens=max_tokens)
+            with self._scope:
+                return await self._generator.generate_turn(view, max_tokens=max_tokens)
 
     async def _remember(self, view: Sequence[Message], max_tokens: int | None) -> str:
         validate_view(view, self._agent.memory, self._past.exchanges)
@@ -241,14 +241,14 @@ class AgentLoop:
         return said.content
 
     def _record_turn(self, said: AssistantTurn, *, remembers: bool = False) -> int:
-        turn = self._scribe.record_turn(
+        turn = self._recorder.record_turn(
             said,
             kind="memory" if remembers else "act",
             agent=self._path,
             conversation=self._name,
-            policy=self._voice.other_model,
+            policy=self._runtime.other_model,
             anchor=self._situation.anchor,
-            follows=self.last_turns,
+            parent_turns=self.last_turns,
         )
         self.last_turns = (turn,)
         return turn
@@ -264,7 +264,7 @@ class AgentLoop:
         limit = self._agent.max_tool_calls
         allowed = len(calls) if limit is None else max(0, min(len(calls), limit - self._tool_calls))
         results = await self._executor.execute(calls[:allowed], turn=turn)
-        self._scribe.trajectory.seconds["tools"] += self._executor.tool_seconds(results)
+        self._recorder.trajectory.seconds["tools"] += self._executor.tool_seconds(results)
         self._tool_calls += len(calls)
         for result in results:
             invalid = result.failure is not None and result.failure.kind in INVALID_CALL_KINDS
@@ -290,30 +290,30 @@ class AgentLoop:
     async def _delegate(self, tool: Subagent, call: ToolCall) -> ToolRecord:
         """Have a subagent answer a call in a conversation of its own."""
         async with self._context.call() as call_context:
-            prompt = await tool.prompt(call.arguments or {}, call_context, truncate=self._voice.truncate)
+            prompt = await tool.prompt(call.arguments or {}, call_context, truncate=self._runtime.truncate)
         name = "/".join(filter(None, (self._name, call.id)))
         part = AgentLoop(
-            self._voice.subagents[tool.name],
+            self._runtime.subagents[tool.name],
             [prompt],
-            scribe=self._scribe,
+            recorder=self._recorder,
             context=self._context,
             sampling=self._sampling,
             generation=self._generation,
             go_on=self._go_on,
             agent="/".join(filter(None, (self._path, tool.name))),
             name=name,
-            follows=self.last_turns,
+            parent_turns=self.last_turns,
         )
-        self._scribe.trajectory.subagents[name] = part.messages
+        self._recorder.trajectory.subagents[name] = part.messages
         try:
             finish = await part.run()
         except ConversationRefused as error:
             return ToolRecord(call, f"Error: {tool.name} had no answer: {error}", failure=Failure.of(error))
         finally:
-            part._voice.release_rollout(part._rollout_id)
+            part._runtime.release_rollout(part._rollout_id)
         if part.last_turns != self.last_turns:  # it has taken a turn
             self._ends_of_subagents += part.last_turns
         if finish in (FinishReason.ANSWERED, FinishReason.DONE):
-            return ToolRecord(call, self._voice.truncate(part.answer, tool.max_output_tokens))
+            return ToolRecord(call, self._runtime.truncate(part.answer, tool.max_output_tokens))
         unfinished = SubagentUnfinished(f"{tool.name} had no answer when it ended: {finish}.")
         return ToolRecord(call, f"Error: {unfinished}", failure=Failure.of(unfinished))

@@ -207,23 +207,23 @@ class AgentRuntime:
         """
         agent, policy, sampling = self.agent, self.token_policy, self.sampling(change)
         if self.chat is None or policy is None:
-            tape = TokenRecorder(sequences, max_tokens=sys.maxsize, stop_ids=())
-            put = tape.begin_sequence if self.strategy == "step" else tape.continue_or_begin
-            return ChatTurnGenerator(agent, cast(ChatPolicy, self.policy), tape, put, sampling, rollout_id)
+            recorder = TokenRecorder(sequences, max_tokens=sys.maxsize, stop_ids=())
+            put = recorder.begin_sequence if self.strategy == "step" else recorder.continue_or_begin
+            return ChatTurnGenerator(agent, cast(ChatPolicy, self.policy), recorder, put, sampling, rollout_id)
         limit, limited = policy.context_length, enforces_token_limits(policy)
         if limited and agent.max_sequence_tokens is not None:
             limit = min(limit, agent.max_sequence_tokens)
         barred = image_token_ids(policy.tokenizer.vision)
-        tape = TokenRecorder(
+        recorder = TokenRecorder(
             sequences,
             max_tokens=limit,
             stop_ids=self.chat.stop_ids,
             token_ids=policy.tokenizer.vocabulary_ids,
             barred_ids=barred,
         )
-        strategy = STRATEGIES[self.strategy](self.chat, tape)
+        strategy = STRATEGIES[self.strategy](self.chat, recorder)
         sampling = replace(sampling, stop_ids=self.chat.stop_ids, suppressed_ids=barred)
-        return TokenTurnGenerator(agent, policy, self.chat, strategy, tape, sampling, rollout_id, limited=limited)
+        return TokenTurnGenerator(agent, policy, self.chat, strategy, recorder, sampling, rollout_id, limited=limited)
 
     def sampling(self, change: SamplingOverride = keep_sampling) -> SamplingParams:
         """How the agent samples; ``change`` may change it, unless it speaks by another model than the rollouts' own.

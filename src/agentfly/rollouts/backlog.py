@@ -101,14 +101,14 @@ class Prefetcher:
         around: what all rollouts share.
     """
 
-    def __init__(self, around: RunnerDependencies) -> None:
-        self._around = around
+    def __init__(self, dependencies: RunnerDependencies) -> None:
+        self._dependencies = dependencies
 
     def prefetch(self, task: Task) -> None:
         """Prefetch for a task whose rollouts begin soon."""
         try:
-            specs = self._around.resources_for(task)
-            self._around.engine.prefetch(spec for spec in specs if spec.preparation_key is not None or spec.warm)
+            specs = self._dependencies.resources_for(task)
+            self._dependencies.engine.prefetch(spec for spec in specs if spec.preparation_key is not None or spec.warm)
         except Exception as error:  # also of a user's own spec
             logger.debug("Nothing is prefetched for task %s, whose rollouts will tell: %s", task.id, error)
 

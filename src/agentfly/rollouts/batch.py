@@ -89,7 +89,7 @@ class Batch:
         self._attempts = attempts
         self._record = record
         self._score_group = score_group
-        self._crew = RolloutTasks(self._give_up)
+        self._rollout_tasks = RolloutTasks(self._give_up)
         self._groups: dict[str, AttemptGroup] = {}  # that have begun and are not whole
         self._writes: set[asyncio.Future[None]] = set()
         self._ready: OrderedDict[str, Trajectory] = OrderedDict()
@@ -226,10 +226,10 @@ class Batch:
         Raises:
             UsageError: no attempt of such a group waits or runs, and it is not being scored.
         """
-        groups = {group.group_id: group for group in (*self._groups.values(), *self._crew.groups())}
+        groups = {group.group_id: group for group in (*self._groups.values(), *self._rollout_tasks.groups())}
         if group := groups.get(group_id):
             group.cancelled = True
-            self._crew.cancel(group)
+            self._rollout_tasks.cancel(group)
             self._check_complete(group)
         elif not self._backlog.cancel(group_id):
             raise UsageError(f"There is no group {group_id!r} in this batch of which an attempt waits or runs.")
@@ -241,10 +241,10 @@ class Batch:
         What had begun is handed out with `FinishReason.CANCELLED`; what had not is forgotten. More can be added then.
         """
         self._backlog.clear()
-        for group in {*self._groups.values(), *self._crew.groups()}:
+        for group in {*self._groups.values(), *self._rollout_tasks.groups()}:
             group.cancelled = True
             self._check_complete(group)
-        await self._crew.end(self._writes)
+        await self._rollout_tasks.end(self._writes)
 
     async def close(self) -> None:
         """End all that has not ended, hand nothing out any more, and return when everything is given back."""
@@ -252,7 +252,7 @@ class Batch:
         self._admission.remove(self)
         self._backlog.clear()
         self._changed.set()
-        await self._crew.end(self._writes)
+        await self._rollout_tasks.end(self._writes)
 
     async def __aenter__(self) -> Self:
         return self
@@ -269,7 +269,7 @@ class Batch:
         """Whether a rollout waits to begin, as far as is known."""
         return not self._over and self._backlog.rollouts != 0
 
-    def begin_next(self, guest: AdmissionTicket) -> bool:
+    def begin_next(self, ticket: AdmissionTicket) -> bool:
         """Begin the next rollout; those that had finished in an earlier run are not run again."""
         try:
             while not self._over and (group := self._backlog.next_group()) is not None:
@@ -278,8 +278,8 @@ class Batch:
                 self._begun += 1
                 finished = self._record.finished(group, trajectory.attempt) if self._record is not None else None
                 if finished is None:
-                    work = RolloutTask(group, trajectory, guest=guest)
-                    self._crew.start(work, self._run_rollout(work, trajectory, guest))
+                    work = RolloutTask(group, trajectory, ticket=ticket)
+                    self._rollout_tasks.start(work, self._run_rollout(work, trajectory, ticket))
                     return True
                 group.scored += finished.scored
                 self._ended(group, finished.trajectory)
@@ -292,14 +292,14 @@ class Batch:
     def _over(self) -> bool:
         return self._closed or self._error is not None
 
-    async def _run_rollout(self, work: RolloutTask, trajectory: Trajectory, guest: AdmissionTicket) -> None:
+    async def _run_rollout(self, work: RolloutTask, trajectory: Trajectory, ticket: AdmissionTicket) -> None:
         """Run a rollout to its end, whatever happens in it."""
         work.begun = True
         group, task = work.group, asyncio.current_task()
         try:
             if self._is_cancelled(group):
                 raise asyncio.CancelledError
-            work.rollout = self._make(trajectory, guest, lambda: self._is_cancelled(group))
+            work.rollout = self._make(trajectory, ticket, lambda: self._is_cancelled(group))
             await work.rollout.run()
         except BaseException as error:
             self._propagate(error, task)
@@ -308,7 +308,7 @@ class Batch:
             else:  # a fault of the loop itself, or something in the rollout has cancelled it from within
                 trajectory.finish_reason, trajectory.failure = FinishReason.FAILED, Failure.of(error)
         finally:
-            guest.release()
+            ticket.release()
         if not self._over and not work.abandoned:
             self._record_then(group, [trajectory], lambda: self._ended(group, trajectory))
 
@@ -354,7 +354,7 @@ class Batch:
                 self._scored(group)
             else:
                 work = RolloutTask(group)
-                self._crew.start(work, self._score(self._score_group, work))
+                self._rollout_tasks.start(work, self._score(self._score_group, work))
         self._changed.set()
 
     async def _score(self, score_group: ScoreGroup, work: RolloutTask) -> None:
@@ -410,5 +410,5 @@ class Batch:
         if self._error is None:
             self._error = error
             self._backlog.clear()
-            self._crew.cancel()
+            self._rollout_tasks.cancel()
             self._changed.set()

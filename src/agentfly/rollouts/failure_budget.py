@@ -83,7 +83,7 @@ class FailureBudget:
     def _error(self, lost: str) -> FailureBudgetExceeded:
         kind, count = self._kinds.most_common(1)[0]
         example = self._examples[kind]
-        place = f" (raised at {example.place})" if example.place else ""
+        place = f" (raised at {example.location})" if example.location else ""
         return FailureBudgetExceeded(
             f"{lost} failed for reasons that the policy could not cause; stopping. The most frequent was {kind} "
             f"({count} times), for instance: {example.message}{place}"

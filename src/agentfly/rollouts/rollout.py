@@ -29,7 +29,7 @@ from agentfly.rollouts.trajectory_recorder import TrajectoryRecorder
 class RunnerDependencies:
     """What all rollouts of a runner share."""
 
-    voice: AgentRuntime
+    runtime: AgentRuntime
     engine: ResourceEngine
     reward: AnyReward | None
     events: EventStream
@@ -37,7 +37,7 @@ class RunnerDependencies:
     @property
     def agent(self) -> Agent:
         """The agent."""
-        return self.voice.agent
+        return self.runtime.agent
 
     def resources_for(self, task: Task) -> list[ResourceSpec[Any]]:
         """The resources that the tools and the reward have declared for a task.
@@ -76,7 +76,7 @@ class Rollout:
         unwanted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._generation = generation
-        self._around = surroundings
+        self._dependencies = surroundings
         self._unwanted = unwanted
         self._started = time.perf_counter()
         self._closing: asyncio.Task[None] | None = None
@@ -87,7 +87,7 @@ class Rollout:
 
     async def run(self) -> Trajectory:
         """Converse, score the result, and give everything back."""
-        trajectory, events = self.trajectory, self._around.events
+        trajectory, events = self.trajectory, self._dependencies.events
         self._started = time.perf_counter()
         trajectory.seconds = {"generation": 0.0, "tools": 0.0, "reward": 0.0}
         events.emit(
@@ -96,7 +96,7 @@ class Rollout:
         try:
             await self._run_agent()
             self._go_on_if_wanted()
-            await score_rollout(trajectory, self._around.reward, self._context, events)
+            await score_rollout(trajectory, self._dependencies.reward, self._context, events)
             self._go_on_if_wanted()
         except asyncio.CancelledError:
             self._cancelled()
@@ -140,18 +140,18 @@ class Rollout:
         trajectory = self.trajectory
         trajectory.seconds["waiting"] = self._context.waited_seconds
         trajectory.seconds["total"] = time.perf_counter() - self._started
-        self._around.events.emit(_finished_event(trajectory))
-        self._around.voice.release_rollout(trajectory.rollout_id)
+        self._dependencies.events.emit(_finished_event(trajectory))
+        self._dependencies.runtime.release_rollout(trajectory.rollout_id)
 
     async def _run_agent(self) -> None:
         trajectory, task = self.trajectory, asyncio.current_task()
-        scribe = TrajectoryRecorder(trajectory, self._around.events)
+        recorder = TrajectoryRecorder(trajectory, self._dependencies.events)
         try:
-            self._context.declare_resources(self._around.resources_for(trajectory.task))
+            self._context.declare_resources(self._dependencies.resources_for(trajectory.task))
             conversation = AgentLoop(
-                self._around.voice,
+                self._dependencies.runtime,
                 trajectory.task.messages,
-                scribe=scribe,
+                recorder=recorder,
                 context=self._context,
                 sampling=self._sampling,
                 generation=self._generation,
@@ -162,7 +162,7 @@ class Rollout:
                 trajectory.finish_reason = await conversation.run()
             except ConversationRefused as error:
                 trajectory.finish_reason, trajectory.failure = FinishReason.FAILED, Failure.of(error)
-            scribe.finish()
+            recorder.finish()
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # a policy's library that would end the process ends its rollout

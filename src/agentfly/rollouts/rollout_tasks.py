@@ -28,7 +28,7 @@ class RolloutTask:
         group: whose it is.
         trajectory: what the rollout fills; None where the group is scored.
         rollout: the rollout, once it has begun.
-        guest: its place among those that run.
+        ticket: its place among those that run.
         begun: whether the task has. One that is cancelled before would not even notice, so it is not, and looks first
             whether there is still something to do.
         abandoned: whether nobody waits for it any more.
@@ -37,7 +37,7 @@ class RolloutTask:
     group: AttemptGroup
     trajectory: Trajectory | None = None
     rollout: Rollout | None = None
-    guest: AdmissionTicket | None = None
+    ticket: AdmissionTicket | None = None
     begun: bool = False
     abandoned: bool = False
 
@@ -107,8 +107,8 @@ class RolloutTasks:
                 ending = asyncio.create_task(work.rollout.abandon())
                 self._endings.add(ending)
                 ending.add_done_callback(self._endings.discard)
-            if work.guest is not None:
-                work.guest.release()
+            if work.ticket is not None:
+                work.ticket.release()
             self._give_up(work)
 
 

@@ -186,11 +186,11 @@ class Runner:
             if engine is None:
                 made = ResourceEngine(events=self._events, max_concurrent_starts=self._max_concurrent_starts)
                 engine = await self._owned.enter_async_context(made)
-            voice = AgentRuntime.create(self._agent, policy, strategy=self._strategy, others=others)
+            runtime = AgentRuntime.create(self._agent, policy, strategy=self._strategy, others=others)
         except BaseException:
             await self._owned.aclose()
             raise
-        self._dependencies = RunnerDependencies(voice, engine, self._reward, self._events)
+        self._dependencies = RunnerDependencies(runtime, engine, self._reward, self._events)
         self._admission = Admission(
             self._max_concurrent,
             generations=max_concurrent_generations_of(policy),
@@ -263,7 +263,7 @@ class Runner:
         Raises:
             UsageError: a setting is unknown, or is not what it has to be.
         """
-        around, admission = self._require_entered(), self._admission
+        dependencies, admission = self._require_entered(), self._admission
         assert admission is not None
         check_batch(settings)
         label = settings.get("label") or uuid.uuid4().hex[:8]
@@ -279,28 +279,28 @@ class Runner:
                 )
             return changed if changed.priority == priority else replace(changed, priority=priority)
 
-        around.voice.sampling(sampling)  # so that what cannot be is told before anything begins
+        dependencies.runtime.sampling(sampling)  # so that what cannot be is told before anything begins
 
-        def make(trajectory: Trajectory, guest: AdmissionTicket, unwanted: Callable[[], bool]) -> Rollout:
+        def make(trajectory: Trajectory, ticket: AdmissionTicket, unwanted: Callable[[], bool]) -> Rollout:
             return Rollout(
-                around,
+                dependencies,
                 trajectory,
                 sampling=sampling,
                 priority=priority,
-                notice=guest.waiting_for_resources,
-                generation=guest.generation,
+                notice=ticket.waiting_for_resources,
+                generation=ticket.generation,
                 unwanted=unwanted,
             )
 
         batch = Batch(
             make,
             admission=admission,
-            backlog=Backlog(label, Prefetcher(around).prefetch, settings.get("first_group", 0)),
+            backlog=Backlog(label, Prefetcher(dependencies).prefetch, settings.get("first_group", 0)),
             health=FailureBudget(self._max_failure_share, lambda: admission.meter.peak),
             attempts=settings.get("attempts", 1),
             priority=priority,
             record=settings.get("record"),
-            score_group=group_scorer(self._reward, around.engine, self._events, priority=priority),
+            score_group=group_scorer(self._reward, dependencies.engine, self._events, priority=priority),
         )
         self._batches = {batch, *(other for other in self._batches if not other.closed)}
         batch.add(tasks)
@@ -330,7 +330,7 @@ class Runner:
         Args:
             change: changes the agent's sampling.
         """
-        sampling = asdict(self._require_entered().voice.sampling(change or keep_sampling))
+        sampling = asdict(self._require_entered().runtime.sampling(change or keep_sampling))
         del sampling["priority"]  # it says when, and not how
         return {
             "the model": str(self._agent.model),

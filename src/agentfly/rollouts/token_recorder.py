@@ -62,7 +62,7 @@ class TokenRecorder:
         self._current: int | None = None
         self._sent = array("i")
         self._returned = array("i")
-        self._places: list[TokenSpan] = []
+        self._spans: list[TokenSpan] = []
 
     @property
     def ids(self) -> Sequence[int]:
@@ -82,7 +82,7 @@ class TokenRecorder:
     @property
     def sampled_count(self) -> int:
         """How many tokens were sampled in all."""
-        return sum(place.stop - place.start for place in self._places)
+        return sum(span.stop - span.start for span in self._spans)
 
     @property
     def remaining(self) -> int:
@@ -155,19 +155,19 @@ class TokenRecorder:
         if generation.finish_reason == "length":
             sequence.truncated = True
         assert self._current is not None
-        place = TokenSpan(self._current, start, len(sequence))
-        self._places.append(place)
-        return place
+        span = TokenSpan(self._current, start, len(sequence))
+        self._spans.append(span)
+        return span
 
     def finish(self) -> None:
         """Check that the mask covers exactly what was sampled, and freeze the sequences."""
         within: dict[int, list[TokenSpan]] = {index: [] for index in self._unanswered()}
-        for place in self._places:
-            within.setdefault(place.sequence, []).append(place)
-        for index, places in within.items():
+        for span in self._spans:
+            within.setdefault(span.sequence, []).append(span)
+        for index, spans in within.items():
             sequence = self._sequences[index]
-            counted = sum(place.stop - place.start for place in places)
-            masked = sum(sequence.origins[place.start : place.stop].count(Origin.SAMPLED) for place in places)
+            counted = sum(span.stop - span.start for span in spans)
+            masked = sum(sequence.origins[span.start : span.stop].count(Origin.SAMPLED) for span in spans)
             if not masked == counted == sequence.sampled_count:
                 raise TokenInvariantError("The loss mask does not cover exactly the sampled tokens. This is a bug.")
             sequence.freeze()
@@ -185,7 +185,7 @@ class TokenRecorder:
 
     def _unanswered(self) -> set[int]:
         """The current sequence, if nothing was sampled in it."""
-        if self._current is None or (self._places and self._places[-1].sequence == self._current):
+        if self._current is None or (self._spans and self._spans[-1].sequence == self._current):
             return set()
         return {self._current}
 
@@ -221,21 +221,21 @@ class ChainStrategy:
 
     Args:
         chat: renders what is not sampled.
-        tape: takes what is sent.
+        recorder: takes what is sent.
     """
 
-    def __init__(self, chat: ChatFormat, tape: TokenRecorder) -> None:
+    def __init__(self, chat: ChatFormat, recorder: TokenRecorder) -> None:
         self._chat = chat
-        self._tape = tape
+        self._recorder = recorder
         self._known: list[Message] = []
 
     def render_view(self, view: Sequence[Message], tools: ToolDefinitions = ()) -> None:
         """Put what is new in ``view`` on the tape, or all of it where it is not a continuation."""
         continuation = self._continuation(view, tools)
         if continuation is None:
-            self._tape.begin_sequence(self._chat.render_prompt(view, tools))
+            self._recorder.begin_sequence(self._chat.render_prompt(view, tools))
         else:
-            self._tape.append_rendered(continuation)
+            self._recorder.append_rendered(continuation)
         self._known = list(view)
 
     def count_tokens(self, view: Sequence[Message], tools: ToolDefinitions = ()) -> int:
@@ -243,7 +243,7 @@ class ChainStrategy:
         continuation = self._continuation(view, tools)
         if continuation is None:
             return len(self._chat.render_prompt(view, tools).ids)
-        return self._tape.length + len(continuation.ids)
+        return self._recorder.length + len(continuation.ids)
 
     def add_reply(self, message: Message) -> None:
         """The last turn's answer, with which the next view must go on."""
@@ -253,7 +253,7 @@ class ChainStrategy:
         known = len(self._known)
         if not known or len(view) <= known or list(view[:known]) != self._known:
             return None
-        return self._chat.render_continuation(view[known:], after=self._tape.ids, conversation=view, tools=tools)
+        return self._chat.render_continuation(view[known:], after=self._recorder.ids, conversation=view, tools=tools)
 
 
 class StepStrategy:
@@ -261,16 +261,16 @@ class StepStrategy:
 
     Args:
         chat: renders the conversation.
-        tape: takes what is sent.
+        recorder: takes what is sent.
     """
 
-    def __init__(self, chat: ChatFormat, tape: TokenRecorder) -> None:
+    def __init__(self, chat: ChatFormat, recorder: TokenRecorder) -> None:
         self._chat = chat
-        self._tape = tape
+        self._recorder = recorder
 
     def render_view(self, view: Sequence[Message], tools: ToolDefinitions = ()) -> None:
         """Put the whole of ``view`` on the tape."""
-        self._tape.begin_sequence(self._chat.render_prompt(view, tools))
+        self._recorder.begin_sequence(self._chat.render_prompt(view, tools))
 
     def count_tokens(self, view: Sequence[Message], tools: ToolDefinitions = ()) -> int:
         """The length of the whole of ``view``."""

@@ -27,53 +27,53 @@ class TrajectoryRecorder:
     def __init__(self, trajectory: Trajectory, events: EventStream) -> None:
         self.trajectory = trajectory
         self.events = events
-        self._speakers: list[TurnGenerator] = []
+        self._generators: list[TurnGenerator] = []
 
-    def add_generator(self, speaker: TurnGenerator) -> None:
+    def add_generator(self, generator: TurnGenerator) -> None:
         """A conversation has begun."""
-        self._speakers.append(speaker)
+        self._generators.append(generator)
 
     def record_turn(
         self,
-        said: AssistantTurn,
+        generated: AssistantTurn,
         *,
         kind: Literal["act", "memory"],
         agent: str,
         conversation: str,
         policy: str,
         anchor: str,
-        follows: tuple[int, ...],
+        parent_turns: tuple[int, ...],
     ) -> int:
         """Write a turn down. Its number is returned."""
-        trajectory, place = self.trajectory, said.token_span or NO_TOKENS
+        trajectory, span = self.trajectory, generated.token_span or NO_TOKENS
         turn = Turn(
             index=len(trajectory.turns),
-            sequence=place.sequence,
-            start=place.start,
-            stop=place.stop,
-            text=said.text,
-            ended_by_model=said.ended_by_model,
-            generation_seconds=said.seconds,
-            reasoning=said.reasoning,
-            content=None if said.content == said.text else said.content,
+            sequence=span.sequence,
+            start=span.start,
+            stop=span.stop,
+            text=generated.text,
+            ended_by_model=generated.ended_by_model,
+            generation_seconds=generated.seconds,
+            reasoning=generated.reasoning,
+            content=None if generated.content == generated.text else generated.content,
             kind=kind,
             agent=agent,
             conversation=conversation,
             policy=policy,
             anchor=anchor,
-            follows=follows,
-            prompt_tokens=said.prompt_tokens,
-            sampled_tokens=said.sampled_tokens,
+            parent_turns=parent_turns,
+            prompt_tokens=generated.prompt_tokens,
+            sampled_tokens=generated.sampled_tokens,
         )
         trajectory.turns.append(turn)
-        trajectory.seconds["generation"] += said.seconds
+        trajectory.seconds["generation"] += generated.seconds
         self.events.emit(
             GenerationFinished(
                 rollout_id=trajectory.rollout_id,
                 turn=turn.index,
-                prompt_tokens=said.prompt_tokens or 0,
-                sampled_tokens=said.sampled_tokens or 0,
-                seconds=said.seconds,
+                prompt_tokens=generated.prompt_tokens or 0,
+                sampled_tokens=generated.sampled_tokens or 0,
+                seconds=generated.seconds,
             )
         )
         return turn.index
@@ -85,8 +85,8 @@ class TrajectoryRecorder:
 
     def finish(self) -> None:
         """All conversations have ended: check every invariant of the tokens, and freeze the sequences."""
-        for speaker in self._speakers:
-            speaker.finish()
+        for generator in self._generators:
+            generator.finish()
 
 
 _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"))

@@ -77,7 +77,7 @@ class TrajectoryRenderer:
             CannotRender: it cannot be written for this model; the message says why.
         """
         sequences: list[TokenSequence] = []
-        places: dict[int, TokenSpan] = {}
+        spans: dict[int, TokenSpan] = {}
         conversations: dict[str, list[Turn]] = {}
         for turn in trajectory.turns:
             if not turn.policy:
@@ -86,8 +86,8 @@ class TrajectoryRenderer:
             raise CannotRender("no_turns", f"The rollout {trajectory.rollout_id} ended before its first turn.")
         for name, turns in conversations.items():
             asked = _asked_of_subagent(trajectory.subagents[name]) if name else trajectory.task.messages
-            places |= self._conversation(asked, turns, sequences)
-        placed = [_placed(turn, places.get(turn.index, NO_TOKENS)) for turn in trajectory.turns]
+            spans |= self._conversation(asked, turns, sequences)
+        placed = [_placed(turn, spans.get(turn.index, NO_TOKENS)) for turn in trajectory.turns]
         return replace(trajectory, turns=placed, sequences=sequences)
 
     def _conversation(
@@ -95,12 +95,12 @@ class TrajectoryRenderer:
     ) -> dict[int, TokenSpan]:
         part = self._parts[turns[0].agent]
         agent, chat = part.agent, part.chat
-        tape = TokenRecorder(sequences, max_tokens=self._max_tokens, stop_ids=chat.stop_ids)
-        strategy = STRATEGIES[self._strategy](chat, tape)
+        recorder = TokenRecorder(sequences, max_tokens=self._max_tokens, stop_ids=chat.stop_ids)
+        strategy = STRATEGIES[self._strategy](chat, recorder)
         system = agent.system_message()
         messages: list[Message] = [{"role": "system", "content": system}, *asked] if system else [*asked]
         _require_no_images(messages, turns)
-        places = {}
+        spans = {}
         for turn in turns:
             strategy.render_view(messages, agent.tools_for_template)
             calls = tuple(result.call for result in turn.tool_results)
@@ -111,19 +111,19 @@ class TrajectoryRenderer:
             generation = (
                 Generation(ids, None, "stop", 0) if turn.ended_by_model else Generation(ids[:-1], None, "length", 0)
             )
-            if tape.remaining < len(generation.ids):
+            if recorder.remaining < len(generation.ids):
                 raise CannotRender(
                     "too_long",
                     f"A conversation of more than {self._max_tokens} tokens does not fit into the model's context.",
                 )
-            tape.prompt_ids()
-            places[turn.index] = tape.append_sampled(generation)
+            recorder.prompt_ids()
+            spans[turn.index] = recorder.append_sampled(generation)
             reply = chat.parse_reply(generation.ids)
-            said = agent.assistant_message(reply.text, calls, opened=reply.opened)
-            strategy.add_reply(said)
-            messages += [said, *answers]
-        tape.finish()
-        return places
+            reply_message = agent.assistant_message(reply.text, calls, opened=reply.opened)
+            strategy.add_reply(reply_message)
+            messages += [reply_message, *answers]
+        recorder.finish()
+        return spans
 
 
 def _parts(agent: Agent, tokenizer: Tokenizer, model: str, path: str) -> Iterator[tuple[str, _RenderedAgent]]:
@@ -179,8 +179,8 @@ def _require_no_images(messages: Sequence[Message], turns: Sequence[Turn]) -> No
         raise CannotRender("images", "A conversation with images cannot be learned from: the learner has no eyes.")
 
 
-def _placed(turn: Turn, place: TokenSpan) -> Turn:
-    return replace(turn, sequence=place.sequence, start=place.start, stop=place.stop)
+def _placed(turn: Turn, span: TokenSpan) -> Turn:
+    return replace(turn, sequence=span.sequence, start=span.start, stop=span.stop)
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,8 @@ class TokenTurnGenerator:
         agent: reads the tool calls.
         policy: samples.
         chat: renders and reads.
-        strategy: decides what is sent, on ``tape``.
-        tape: the record.
+        strategy: decides what is sent, on ``recorder``.
+        recorder: the record.
         sampling: how to sample; ``max_tokens`` is the limit of one turn.
         rollout_id: the conversation's name, under which the policy keeps what it knows of earlier turns.
         limited: whether limits on tokens other than the tape's bind the policy.
@@ -121,7 +121,7 @@ class TokenTurnGenerator:
         policy: Policy,
         chat: ChatFormat,
         strategy: SequenceStrategy,
-        tape: TokenRecorder,
+        recorder: TokenRecorder,
         sampling: SamplingParams,
         rollout_id: str,
         *,
@@ -131,7 +131,7 @@ class TokenTurnGenerator:
         self._policy = policy
         self._chat = chat
         self._strategy = strategy
-        self._tape = tape
+        self._recorder = recorder
         self._sampling = sampling
         self._rollout_id = rollout_id
         self._limited = limited
@@ -143,35 +143,37 @@ class TokenTurnGenerator:
         Raises:
             ConversationRefused: the chat format cannot write what the model has said.
         """
-        tape, agent = self._tape, self._agent
+        recorder, agent = self._recorder, self._agent
         try:
             self._strategy.render_view(view, agent.tools_for_template)
         except ChatFormatError as error:
             raise self._explained(error, view) from error
-        limits = [tape.remaining]
+        limits = [recorder.remaining]
         if self._limited:
             limits.append(max_tokens or self._sampling.max_tokens)
         if self._limited and agent.max_sampled_tokens is not None:
-            limits.append(agent.max_sampled_tokens - tape.sampled_count)
+            limits.append(agent.max_sampled_tokens - recorder.sampled_count)
         if min(limits) < 1:
-            tape.mark_full()
+            recorder.mark_full()
             return None
-        prompt = tape.prompt_ids()
+        prompt = recorder.prompt_ids()
         sampling = self._sampling
         if min(limits) != sampling.max_tokens:
             sampling = replace(sampling, max_tokens=min(limits))
         started = time.perf_counter()
         try:
-            generation = await self._policy.generate(prompt, sampling, rollout_id=self._rollout_id, images=tape.images)
+            generation = await self._policy.generate(
+                prompt, sampling, rollout_id=self._rollout_id, images=recorder.images
+            )
         except PromptTooLong:
-            tape.mark_full()
+            recorder.mark_full()
             return None
         seconds = time.perf_counter() - started
         if len(generation.ids) > sampling.max_tokens:
             raise TokenInvariantError(
                 f"The policy returned {len(generation.ids)} tokens where at most {sampling.max_tokens} were asked for."
             )
-        place = tape.append_sampled(generation)
+        span = recorder.append_sampled(generation)
         reply = self._chat.parse_reply(generation.ids)
         stopped = generation.finish_reason == "stop"
         calls = self._numbers.assign_ids(self._calls_in(reply)) if stopped else ()
@@ -187,7 +189,7 @@ class TokenTurnGenerator:
             reasoning=reply.reasoning,
             calls=calls,
             ended_by_model=stopped,
-            token_span=place,
+            token_span=span,
             prompt_tokens=len(prompt),
             sampled_tokens=len(generation.ids),
             seconds=seconds,
@@ -195,7 +197,7 @@ class TokenTurnGenerator:
 
     def _explained(self, error: ChatFormatError, view: Sequence[Message]) -> ChatFormatError:
         """The error, which is of another type where it is for what the model has said that a view is refused."""
-        if not self._tape.sampled_count:
+        if not self._recorder.sampled_count:
             return error
         try:
             self._chat.render_prompt(without_words(view), self._agent.tools_for_template)
@@ -220,7 +222,7 @@ class TokenTurnGenerator:
 
     def finish(self) -> None:
         """Check every invariant of the tokens, and freeze the sequences."""
-        self._tape.finish()
+        self._recorder.finish()
 
 
 class ChatTurnGenerator:
@@ -231,7 +233,7 @@ class ChatTurnGenerator:
     Args:
         agent: says whether the far side is to describe the tools and read the calls, or the tool-call format does.
         policy: answers.
-        tape: the record.
+        recorder: the record.
         put: records a prompt that was sent: `TokenRecorder.continue_or_begin`, or `TokenRecorder.begin_sequence` where
             every turn is a sequence.
         sampling: how to sample; ``max_tokens`` is the limit of one turn.
@@ -242,14 +244,14 @@ class ChatTurnGenerator:
         self,
         agent: Agent,
         policy: ChatPolicy,
-        tape: TokenRecorder,
+        recorder: TokenRecorder,
         put: Callable[[RenderedTokens], None],
         sampling: SamplingParams,
         rollout_id: str,
     ) -> None:
         self._agent = agent
         self._policy = policy
-        self._tape = tape
+        self._recorder = recorder
         self._put = put
         self._seen = 0
         self._sampling = sampling
@@ -261,9 +263,9 @@ class ChatTurnGenerator:
         agent = self._agent
         limits = [max_tokens or self._sampling.max_tokens]
         if agent.max_sequence_tokens is not None and len(view) > self._seen:  # else it was folded, and is shorter
-            limits.append(agent.max_sequence_tokens - self._tape.length)
+            limits.append(agent.max_sequence_tokens - self._recorder.length)
         if agent.max_sampled_tokens is not None:
-            limits.append(agent.max_sampled_tokens - self._tape.sampled_count)
+            limits.append(agent.max_sampled_tokens - self._recorder.sampled_count)
         if min(limits) < 1:
             return None
         sampling = replace(self._sampling, max_tokens=min(limits))
@@ -294,7 +296,7 @@ class ChatTurnGenerator:
 
     def finish(self) -> None:
         """Check every invariant of the tokens that were told, and freeze the sequences."""
-        self._tape.finish()
+        self._recorder.finish()
 
     def _calls_in(self, generation: ChatGeneration) -> tuple[ToolCall, ...]:
         agent = self._agent
@@ -318,7 +320,7 @@ class ChatTurnGenerator:
         if any(images_of(message["content"]) for message in view):
             return None
         self._put(RenderedTokens(generation.prompt_ids))
-        self._tape.prompt_ids()
-        return self._tape.append_sampled(
+        self._recorder.prompt_ids()
+        return self._recorder.append_sampled(
             Generation(generation.ids, generation.logprobs, generation.finish_reason, generation.version)
         )

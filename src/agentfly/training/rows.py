@@ -18,19 +18,19 @@ from agentfly.training.config.groups import OverlongConfig
 
 
 def predecessors_within(
-    follows: Mapping[int, Sequence[int] | None], kept: Collection[int]
+    parent_turns: Mapping[int, Sequence[int] | None], kept: Collection[int]
 ) -> dict[int, tuple[int, ...]]:
     """Return for each kept turn its nearest kept predecessors. A turn that is not kept is replaced by its predecessors.
 
     Args:
-        follows: the predecessors of each turn, by turn number; they have lower numbers. None means the turn right
+        parent_turns: the predecessors of each turn, by turn number; they have lower numbers. None means the turn right
             before. Predecessors that are not among the keys are ignored.
         kept: the numbers of the kept turns.
     """
     found: dict[int, tuple[int, ...]] = {}
     before: int | None = None
-    for number in sorted(follows):
-        direct = follows[number]
+    for number in sorted(parent_turns):
+        direct = parent_turns[number]
         if direct is None:
             direct = () if before is None else (before,)
         reached = dict.fromkeys(
@@ -41,10 +41,10 @@ def predecessors_within(
     return {number: found[number] for number in found if number in kept}
 
 
-def successors(follows: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+def successors(parent_turns: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
     """Return the inverse mapping: for each turn, the turns that follow it."""
-    followers: dict[int, list[int]] = {number: [] for number in follows}
-    for number, before in follows.items():
+    followers: dict[int, list[int]] = {number: [] for number in parent_turns}
+    for number, before in parent_turns.items():
         for one in before:
             followers[one].append(number)
     return followers
@@ -61,8 +61,8 @@ class RowTurn:
         anchor: identifies the state in which the turn was taken; empty if unknown.
         kind: ``act``, or ``memory`` for a turn that only writes memory.
         state: the text of the state.
-        follows: numbers of the turns in the trajectory's rows that led directly to this one; None for the turn before
-            it. See `agentfly.core.trajectory.Turn.follows`.
+        parent_turns: numbers of the turns in the trajectory's rows that led directly to this one; None for the turn
+            before it. See `agentfly.core.trajectory.Turn.parent_turns`.
     """
 
     index: int
@@ -72,7 +72,7 @@ class RowTurn:
     anchor: str = ""
     kind: Literal["act", "memory"] = "act"
     state: str = ""
-    follows: tuple[int, ...] | None = None
+    parent_turns: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -146,7 +146,7 @@ class RowBatch(Brief):
     Attributes:
         rows: the rows; those of one group are consecutive.
         excluded: number of trajectories without a row, by cause: ``unscored``, ``infrastructure``, ``no_tokens`` (the
-            tokens of a turn are unknown), ``untrainable`` (see `Trajectory.untrainable`), ``no_sampled_tokens``,
+            tokens of a turn are unknown), ``untrainable`` (see `Trajectory.untrainable_reason`), ``no_sampled_tokens``,
             ``no_logprobs``.
     """
 
@@ -180,7 +180,7 @@ def exclusion_cause(trajectory: Trajectory) -> str | None:
         return "unscored"
     if not trajectory.has_tokens:
         return "no_tokens"
-    if trajectory.untrainable:
+    if trajectory.untrainable_reason:
         return "untrainable"
     if not trajectory.trainable:
         return "no_sampled_tokens"
@@ -204,11 +204,11 @@ def rows_of(trajectory: Trajectory) -> Iterator[Row]:
         if sequence.sampled_count and number not in others
     }
     kept = {turn.index for turn in trajectory.turns if turn.sequence in own}
-    follows = predecessors_within({turn.index: turn.follows for turn in trajectory.turns}, kept)
+    parent_turns = predecessors_within({turn.index: turn.parent_turns for turn in trajectory.turns}, kept)
     turns: dict[int, list[RowTurn]] = {number: [] for number in own}
     for turn, state in zip(trajectory.turns, states_of(trajectory), strict=True):
         if turn.index in kept:
-            turns[turn.sequence].append(_row_turn(turn, state, follows[turn.index]))
+            turns[turn.sequence].append(_row_turn(turn, state, parent_turns[turn.index]))
     agents = {turn.sequence: turn.agent for turn in reversed(trajectory.turns)}
     for number, sequence in own.items():
         yield _row(trajectory, sequence, turns[number], agents.get(number, ""))
@@ -232,8 +232,8 @@ def _row(trajectory: Trajectory, sequence: TokenSequence, turns: Sequence[RowTur
     )
 
 
-def _row_turn(turn: Turn, state: str, follows: tuple[int, ...]) -> RowTurn:
-    return RowTurn(turn.index, turn.start, turn.stop, turn.reward, turn.anchor, turn.kind, state, follows)
+def _row_turn(turn: Turn, state: str, parent_turns: tuple[int, ...]) -> RowTurn:
+    return RowTurn(turn.index, turn.start, turn.stop, turn.reward, turn.anchor, turn.kind, state, parent_turns)
 
 
 def apply_row_limits(batch: RowBatch, *, overlong: OverlongConfig | None, max_row_tokens: int | None) -> RowBatch:
@@ -288,16 +288,16 @@ def cut_rows(batch: RowBatch, max_tokens: int) -> RowBatch:
 def _without_empty(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Return the rows with sampled tokens. Predecessors in removed rows are replaced by their own predecessors."""
     emptied = {row.rollout_id for row in rows if not row.targets and row.turns}
-    follows: dict[str, dict[int, tuple[int, ...] | None]] = {rollout_id: {} for rollout_id in emptied}
+    parent_turns: dict[str, dict[int, tuple[int, ...] | None]] = {rollout_id: {} for rollout_id in emptied}
     kept: dict[str, set[int]] = {rollout_id: set() for rollout_id in emptied}
     for row in rows:
         if row.rollout_id in emptied:
-            follows[row.rollout_id].update({turn.index: turn.follows for turn in row.turns})
+            parent_turns[row.rollout_id].update({turn.index: turn.parent_turns for turn in row.turns})
             if row.targets:
                 kept[row.rollout_id].update(turn.index for turn in row.turns)
-    found = {rollout_id: predecessors_within(follows[rollout_id], kept[rollout_id]) for rollout_id in emptied}
+    found = {rollout_id: predecessors_within(parent_turns[rollout_id], kept[rollout_id]) for rollout_id in emptied}
     return tuple(
-        replace(row, turns=tuple(replace(turn, follows=found[row.rollout_id][turn.index]) for turn in row.turns))
+        replace(row, turns=tuple(replace(turn, parent_turns=found[row.rollout_id][turn.index]) for turn in row.turns))
         if row.rollout_id in emptied
         else row
         for row in rows

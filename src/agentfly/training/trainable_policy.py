@@ -173,7 +173,7 @@ class ServedPolicy:
         else:
             made = await self._servers.update_weights(merged_weights(model), reference=reference, version=version)
         self._pending_version = None
-        self._events.emit(WeightsSynced(version=version, distance=made.logprob_gap, paused_s=made.paused_s))
+        self._events.emit(WeightsSynced(version=version, logprob_gap=made.logprob_gap, paused_s=made.paused_s))
 
     async def _sync_base_weights(self) -> None:
         """Send the base weights to servers that an earlier run has given other weights."""

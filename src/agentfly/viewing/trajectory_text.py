@@ -89,11 +89,11 @@ def _append_conversation(text: Text, turns: Sequence[Turn], name: str, max_lines
 
 def _branch_note(turns: Sequence[Turn], turn: Turn, before: Turn | None) -> str:
     """Return a note if a turn is a branch: it continues another turn than the one shown before it."""
-    if before is None or not turn.follows or before.index in turn.follows:
+    if before is None or not turn.parent_turns or before.index in turn.parent_turns:
         return ""
-    if any(turns[number].conversation != turn.conversation for number in turn.follows):
+    if any(turns[number].conversation != turn.conversation for number in turn.parent_turns):
         return ""  # subagents that have answered it
-    return f", goes on from turn {' and '.join(str(number + 1) for number in turn.follows)}"
+    return f", goes on from turn {' and '.join(str(number + 1) for number in turn.parent_turns)}"
 
 
 def _append_turn(text: Text, turn: Turn, max_lines: int, *, indent: int, note: str = "") -> None:
@@ -144,8 +144,8 @@ def _append_end(text: Text, trajectory: Trajectory) -> None:
     text.append(f", {total:.2f} s\n" if total is not None else "\n", _QUIET)
     for name, value in trajectory.metrics.items():
         text.append(f"  {name} = {value:g}\n", _QUIET)
-    if trajectory.untrainable:
-        _append_block(text, f"not to be trained on: {trajectory.untrainable}", max_lines=8, style="yellow")
+    if trajectory.untrainable_reason:
+        _append_block(text, f"not to be trained on: {trajectory.untrainable_reason}", max_lines=8, style="yellow")
     for note in trajectory.notes:
         _append_block(text, note, max_lines=8, style=_QUIET)
     for what, failure in (("failed", trajectory.failure), ("not scored", trajectory.reward_failure)):

@@ -116,7 +116,9 @@ def _steps_of_group(rows: Sequence[Row], attempts: Sequence[Attempt], discount: 
     rewarded = any(turn.reward is not None for turns in own for turn in turns)
     steps = []
     for attempt, turns, acts in zip(attempts, taken, own, strict=True):
-        following = successors(predecessors_within({turn.index: turn.follows for turn in turns}, {*map(_index, acts)}))
+        following = successors(
+            predecessors_within({turn.index: turn.parent_turns for turn in turns}, {*map(_index, acts)})
+        )
         returns_after: dict[int, float] = {}
         for turn in reversed(acts):
             reward = turn.reward or 0.0

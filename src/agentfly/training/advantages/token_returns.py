@@ -106,31 +106,31 @@ def _timeline(attempt: Attempt, group_id: str, rows: Sequence[Row]) -> TokenTime
     import numpy as np
 
     parts: list[tuple[int, int, NDArray[np.intp]]] = []  # turn, an order where the turn is not known, tokens
-    follows: dict[int, tuple[int, ...] | None] = {}
+    parent_turns: dict[int, tuple[int, ...] | None] = {}
     offset = 0
     for number in attempt.rows:
         row = rows[number]
         turn_indices = turn_index_per_token(row)
         for index, turn in enumerate(row.turns):
-            follows[turn.index] = turn.follows
+            parent_turns[turn.index] = turn.parent_turns
             if (tokens := np.flatnonzero(turn_indices == index)).size:
                 parts.append((turn.index, 0, offset + tokens))
         if not row.turns:
             parts.append((0, len(parts), np.arange(offset, offset + len(row.targets))))
         offset += len(row.targets)
     parts.sort(key=lambda part: part[:2])
-    followers = _followers([turn for turn, _, _ in parts], follows)
+    followers = _followers([turn for turn, _, _ in parts], parent_turns)
     stops = np.cumsum([len(tokens) for _, _, tokens in parts]).tolist()
     spans = tuple(map(TurnSpan, [0, *stops[:-1]], stops, followers))
     return TokenTimeline(attempt, group_id, np.concatenate([tokens for _, _, tokens in parts]), spans)
 
 
-def _followers(turns: Sequence[int], follows: Mapping[int, tuple[int, ...] | None]) -> list[tuple[int, ...]]:
+def _followers(turns: Sequence[int], parent_turns: Mapping[int, tuple[int, ...] | None]) -> list[tuple[int, ...]]:
     """Return for each turn the indices of the turns that follow it; by default the next one."""
-    if len(set(turns)) < len(turns) or all(follows.get(turn) is None for turn in turns):
+    if len(set(turns)) < len(turns) or all(parent_turns.get(turn) is None for turn in turns):
         return [(index + 1,) for index in range(len(turns) - 1)] + [()]
     indices = {turn: index for index, turn in enumerate(turns)}
-    following = successors(predecessors_within(follows, indices))
+    following = successors(predecessors_within(parent_turns, indices))
     return [tuple(indices[follower] for follower in following[turn]) for turn in turns]
 
 

@@ -99,7 +99,7 @@ $(VLLM)/stamp: | $(BIN)/python
 	@$(VLLM)/bin/python -m pip --quiet --disable-pip-version-check uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
-trl: $(TRL)/stamp  ## trl, in an environment of its own, for `agentfly bench training --trl .venv-trl`
+trl: $(TRL)/stamp  ## trl, in an environment of its own, for `python -m benchmarks.training --trl .venv-trl`
 
 $(TRL)/stamp: | $(BIN)/python
 	@echo "Installing trl into $(TRL) (1.5 GB, a minute) ..."

@@ -14,7 +14,7 @@ from agentfly.benchmarks.rollouts import measure
 from agentfly.benchmarks.rollouts.measure import render
 from agentfly.benchmarks.rollouts.workload import WORKLOADS, LogNormal, RolloutPlan, SandboxPool, Uniform, Workload
 from agentfly.core.errors import ConfigError
-from agentfly.testing.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import run_in_virtual_time
 
 SMALL = Workload("S", 6, (1, 4), Uniform(0.1, 0.2), Uniform(0.01, 0.3), Uniform(0.01, 0.02), target=0.9)
 

@@ -11,17 +11,17 @@ from types import ModuleType
 import pytest
 import yaml
 
-from agentfly.benchmarks.studies import figures
-from agentfly.benchmarks.studies.catalog import STUDIES
-from agentfly.benchmarks.studies.findings import StudyResults
-from agentfly.benchmarks.studies.picture import draw
-from agentfly.benchmarks.studies.run_study import RunFailed, StudyRun, run_study, study_runs
-from agentfly.benchmarks.studies.spread import SeedSpread
-from agentfly.benchmarks.studies.study import Arm, Curve, Figure, Study
 from agentfly.cli.config_file import load_config
 from agentfly.cli.experiment import Experiment
 from agentfly.core.errors import ConfigError
 from agentfly.core.run_directory import RunDirectory
+from benchmarks.studies import figures
+from benchmarks.studies.catalog import STUDIES
+from benchmarks.studies.picture import draw
+from benchmarks.studies.results import StudyResults
+from benchmarks.studies.run_study import RunFailed, StudyRun, run_study, study_runs
+from benchmarks.studies.spread import SeedSpread
+from benchmarks.studies.study import Arm, Curve, Figure, Study
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,7 +95,7 @@ def test_every_arm_of_the_shipped_studies_is_a_configuration_that_can_be_followe
 
 def test_the_arms_of_the_shipped_studies_differ():
     for shipped in STUDIES.values():
-        assert len({arm.words for arm in shipped.arms}) == len(shipped.arms)
+        assert len({(arm.program, arm.words) for arm in shipped.arms}) == len(shipped.arms)
 
 
 # --- what is read in the runs -----------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_the_same_runs_give_the_same_picture_with_every_curve_and_arm(tmp_path):
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """The script that fills the pages, with pages of its own."""
-    spec = importlib.util.spec_from_file_location("study_results", ROOT / "scripts/study_results.py")
+    spec = importlib.util.spec_from_file_location("study_results", ROOT / "benchmarks/studies/publish.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from agentfly.benchmarks.training.measure import TURNS, compare, render, run_side, run_training_bench
-from agentfly.benchmarks.training.own_side import measure
-from agentfly.benchmarks.training.work import SideResult, TrainingWorkload
-from agentfly.cli.bench import app
 from agentfly.core.errors import AgentFlyError, PrerequisiteError
 from agentfly.policies.catalog import resolve_model
+from benchmarks.training.agentfly_side import measure
+from benchmarks.training.measure import TURNS, compare, render, run_side, run_training_bench
+from benchmarks.training.workload import SideResult, TrainingWorkload
 
 SMALL = TrainingWorkload(tasks=2, attempts=2, words=4, sampled=5, warmup=1, steps=2)
 TRL = Path(__file__).parents[2] / ".venv-trl"
@@ -47,8 +47,14 @@ def test_each_generation_is_exactly_as_long_as_asked_and_each_turn_but_the_last_
 def test_an_environment_that_is_not_there_is_missed_before_anything_is_measured(tmp_path):
     with pytest.raises(PrerequisiteError, match="make trl"):
         run_training_bench("tiny", SMALL, trl=tmp_path)
-    called = CliRunner().invoke(app, ["training", "--model", "tiny", "--trl", str(tmp_path)])
-    assert isinstance(called.exception, PrerequisiteError)
+    called = subprocess.run(
+        [sys.executable, "-m", "benchmarks.training", "--model", "tiny", "--trl", str(tmp_path)],
+        cwd=TRL.parent,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert (called.returncode, called.stderr.startswith("error: ")) == (1, True), called.stderr
 
 
 def test_what_the_two_sides_measured_is_set_against_each_other():

@@ -11,7 +11,7 @@ from agentfly.cli.config_file import RunConfig, VLLMConfig
 from agentfly.cli.experiment import Experiment
 from agentfly.core.errors import ConfigError
 from agentfly.core.events import EventStream
-from agentfly.testing.vllm_stand_in import FakeVLLMServer
+from tests.support.fake_vllm_server import FakeVLLMServer
 
 
 def experiment(directory: Path, **settings) -> Experiment:

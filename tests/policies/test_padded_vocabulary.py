@@ -19,10 +19,10 @@ from agentfly.policies.embedded.scoring import score_tokens
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.policy import SamplingParams, unsampleable_ids
 from agentfly.policies.vllm.policy import MAX_SUPPRESSED_IDS, VLLMPolicy
-from agentfly.testing.vllm_stand_in import FakeVLLMServer
 from agentfly.training.config.groups import KLConfig
 from agentfly.training.learning.kl_penalty import KLPenalty
 from agentfly.training.rows import Row
+from tests.support.fake_vllm_server import FakeVLLMServer
 
 TOKENS = 260
 ROWS = TOKENS + 64

@@ -27,7 +27,7 @@ from agentfly.policies.policy import Policy, SamplingParams
 from agentfly.policies.vllm.policy import VLLMPolicy
 from agentfly.policies.vllm.weight_sync import WeightTransferDirectory
 from agentfly.resources.model_server.spec import ModelServerSpec
-from agentfly.testing.vllm_stand_in import CONTEXT, FakeVLLMServer, save_adapter, save_bias
+from tests.support.fake_vllm_server import CONTEXT, FakeVLLMServer, save_adapter, save_bias
 
 PLAIN = SamplingParams(max_tokens=4)
 

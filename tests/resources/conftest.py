@@ -29,7 +29,7 @@ from agentfly.resources.containers.enroot.backend import Enroot
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.engine.engine import ResourceEngine
 from agentfly.testing.private_engines import PRIVATE_ENGINES, import_image
-from agentfly.testing.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import run_in_virtual_time
 
 _numbers = itertools.count()
 

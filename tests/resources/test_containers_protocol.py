@@ -31,8 +31,8 @@ from agentfly.resources.containers.stream_shell.shell import StreamShell
 from agentfly.resources.containers.stream_shell.stream import Stream
 from agentfly.resources.process.procfs import children
 from agentfly.resources.resource import Status
-from agentfly.testing.virtual_time import run_in_virtual_time
 from tests.support.scale import scaled
+from tests.support.virtual_time import run_in_virtual_time
 
 MARK = ShellScripts("0123456789abcdef").mark
 

@@ -32,7 +32,7 @@ from agentfly.resources.process.ledger import Ledger
 from agentfly.resources.resource import Resource, Scope, Status
 from agentfly.resources.spec import ResourceSpec
 from agentfly.testing.fake_resource import FakeBackend, FakeResource, FakeSpec, no_faults
-from agentfly.testing.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import run_in_virtual_time
 
 
 @pytest.fixture

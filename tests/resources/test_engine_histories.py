@@ -18,8 +18,8 @@ from agentfly.resources.engine.engine import Budget, ResourceEngine
 from agentfly.resources.resource import Scope
 from agentfly.resources.scheduler.pool import InstanceState
 from agentfly.testing.fake_resource import FakeBackend, FakeSpec, no_faults
-from agentfly.testing.virtual_time import run_in_virtual_time
 from tests.support.scale import scaled
+from tests.support.virtual_time import run_in_virtual_time
 
 BUDGET = Budget(cpus=6)
 LIMITS = {"start_timeout_s": 4.0, "reset_timeout_s": 2.0, "release_timeout_s": 1.0}

@@ -9,7 +9,7 @@ import pytest
 from agentfly.core.errors import AcquireTimeout, ConfigError, ResourceDied, ResourceStartError, UsageError
 from agentfly.resources.engine.engine import Budget, ResourceEngine
 from agentfly.testing.fake_resource import FakeBackend, FakeSpec
-from agentfly.testing.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import run_in_virtual_time
 
 
 @pytest.fixture

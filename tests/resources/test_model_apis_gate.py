@@ -25,7 +25,7 @@ from agentfly.resources.model_api.retry import MAX_RETRY_AFTER_S, RetryingCaller
 from agentfly.resources.model_api.shared_usage import HostUsageRegistry, SharedUsage
 from agentfly.resources.model_api.usage_window import InFlightCall, RateLimits, UsageWindow
 from agentfly.testing.fake_openai_server import FakeOpenAIServer, delayed_reply, text_reply
-from agentfly.testing.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import run_in_virtual_time
 
 ROOMY = RateLimits(max_concurrency=100)
 RETRIES = RetryPolicy(max_retries=3, call_timeout_s=100.0, wait_s=1000.0)

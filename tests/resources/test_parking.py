@@ -23,7 +23,7 @@ from agentfly.resources.kind import register
 from agentfly.resources.resource import Resource, Scope, Status
 from agentfly.resources.spec import ResourceSpec
 from agentfly.testing.fake_resource import FakeBackend, FakeResource, FakeSpec, no_faults
-from agentfly.testing.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import run_in_virtual_time
 
 A_MOMENT = 2 * FREEZE_AFTER_S
 

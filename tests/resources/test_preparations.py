@@ -13,7 +13,7 @@ from agentfly.core.events import EventStream
 from agentfly.resources.engine import controller, preparation
 from agentfly.resources.engine.engine import ResourceEngine
 from agentfly.testing.fake_resource import FakeBackend, FakeSpec, no_faults
-from agentfly.testing.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import run_in_virtual_time
 
 
 @pytest.fixture

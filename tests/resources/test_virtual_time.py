@@ -8,8 +8,8 @@ import time
 
 from agentfly.core.threads.pool import run_in_thread
 from agentfly.core.threads.run import DedicatedThread
-from agentfly.testing import virtual_time
-from agentfly.testing.virtual_time import run_in_virtual_time
+from tests.support import virtual_time
+from tests.support.virtual_time import run_in_virtual_time
 
 
 def test_sleeps_take_no_time_and_end_in_their_order():

@@ -23,7 +23,7 @@ from agentfly.rollouts.admission import Admission, AdmissionTicket, BlockReason
 from agentfly.rollouts.run import evaluate, run
 from agentfly.rollouts.runner import Runner
 from agentfly.testing.fake_resource import FakeBackend, FakeSpec
-from agentfly.testing.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import run_in_virtual_time
 
 
 def spec(name, capacity=1, **fields):

@@ -24,7 +24,7 @@ from agentfly.rollouts.rollout_tasks import CANCEL_GRACE_S
 from agentfly.rollouts.runner import Runner
 from agentfly.rollouts.turn_generator import TokenTurnGenerator
 from agentfly.testing.fake_resource import FakeBackend, FakeSpec
-from agentfly.testing.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import run_in_virtual_time
 
 BOX = FakeSpec(world=FakeBackend(), name="box", capacity=100)
 

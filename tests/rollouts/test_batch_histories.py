@@ -22,7 +22,7 @@ from agentfly.rollouts.failure_budget import FailureBudgetExceeded
 from agentfly.rollouts.rollout_record import RolloutRecord
 from agentfly.rollouts.runner import Runner
 from agentfly.testing.fake_resource import FakeBackend, FakeSpec
-from agentfly.testing.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import run_in_virtual_time
 
 
 class History:

@@ -22,7 +22,7 @@ from agentfly.rollouts import rollout_tasks
 from agentfly.rollouts.rollout_tasks import CANCEL_GRACE_S
 from agentfly.rollouts.runner import Runner
 from agentfly.testing.fake_resource import FakeBackend, FakeSpec
-from agentfly.testing.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import run_in_virtual_time
 
 TURNS = [HermesFormat().write("use", {}), HermesFormat().write("use", {}), "Done."]
 

@@ -16,7 +16,7 @@ from agentfly.policies.scripted import ScriptedPolicy
 from agentfly.resources.engine.engine import ResourceEngine
 from agentfly.rollouts.runner import Runner
 from agentfly.testing.fake_resource import FakeBackend, FakeSpec
-from agentfly.testing.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import run_in_virtual_time
 
 
 def in_virtual_time(scene, tmp_path, *, capacity, **settings):

@@ -149,9 +149,6 @@ SHOWN: dict[str, str] = {
     "advantage.anchor_similarity": "test_gigpo.py::test_similar_states_are_one_where_that_is_asked_for",
     "dynamic_sampling": "test_overlap.py::test_tasks_that_teach_nothing_are_replaced_and_counted",
     "dynamic_sampling.max_refills": "test_overlap.py::test_what_is_lacking_after_the_last_refill_is_dropped",
-    "retokenize": (
-        "test_retokenization.py::test_a_run_that_is_told_to_retokenize_says_what_it_changed_and_keeps_what_was_sampled"
-    ),
     "tasks_per_step": "test_overlap.py::test_a_step_takes_the_oldest_groups_and_lets_those_of_the_next_steps_begin",
     "max_staleness": "test_overlap.py::test_rollouts_run_ahead_of_the_weights_by_no_more_than_the_bound",
     "eval_every_steps": "test_resume.py::test_a_run_can_be_made_longer_and_looked_at_more_often",

@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentfly.cli.study import study
-
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 app = typer.Typer(help="Measure what AgentFly costs on this machine.", no_args_is_help=True)
-app.command("study")(study)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")]
 
@@ -54,34 +51,6 @@ def sampling(
     from agentfly.benchmarks.sampling import render, run_sampling_bench
 
     _show(run_sampling_bench(model, vllm_python=vllm), render, as_json)
-
-
-@app.command("training")
-def training(
-    model: Annotated[
-        str, typer.Option(help="The model: a shipped name, a Hugging Face id, or a directory.")
-    ] = "smollm2-135m",
-    trl: Annotated[
-        str | None,
-        typer.Option(
-            help="Compare with trl's GRPOTrainer: an interpreter or a virtual environment that has trl.", metavar="DIR"
-        ),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Number format of the weights: float32 or bfloat16.")] = "float32",
-    gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Both sides compute activations twice, to save memory.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Sampled tokens a second of whole training steps, and peak memory, against trl on the same work.
-
-    A step samples 2 prompts 4 times each, 32 tokens, and makes one update. The same in three turns is measured beside.
-    """
-    from agentfly.benchmarks.training.measure import render, run_training_bench
-    from agentfly.benchmarks.training.work import TrainingWorkload
-
-    work = TrainingWorkload(dtype=dtype, gradient_checkpointing=gradient_checkpointing)
-    _show(run_training_bench(model, work, trl=trl), render, as_json)
 
 
 @app.command("resources")

@@ -81,7 +81,12 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line. A failure that a user can fix is one message, without a traceback.
+    """Run the ``agentfly`` command; see `run_program`."""
+    run_program(app)
+
+
+def run_program(program: typer.Typer) -> None:
+    """Run a command-line program. A failure that a user can fix is one message, without a traceback.
 
     Exits with 2 for invalid input and with 1 for any other failure. Exits with 130 after Ctrl-C, 143 after SIGTERM and
     129 after SIGHUP, once all resources are released.
@@ -89,7 +94,7 @@ def main() -> None:
     limit_openmp_spinning()  # before any command imports torch
     with signals.signals_end_program():
         try:
-            app()
+            program()
         except Exception as error:
             shown = _user_error(error)
             if shown is None:

@@ -323,7 +323,7 @@ class Trainer:
             learner,
             runner,
             await owned.enter_async_context(batches),
-            PolicyUpdater(policy, learner, self._config, temperature=self._temperature),
+            PolicyUpdater(policy, learner, self._config),
             Evaluator(self._run, self._eval_tasks, self._config, self._events),
             busy_timer,
             {row.step: row.values for row in self._run.metrics() if row.step > state.step},

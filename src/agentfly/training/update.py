@@ -13,7 +13,6 @@ from agentfly.training.batch_source import StepBatch, greedy_baselines, make_row
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.learning.learner import Learner
 from agentfly.training.metrics import group_metrics, row_metrics
-from agentfly.training.retokenization import retokenized
 from agentfly.training.rows import Row, RowBatch
 from agentfly.training.trainable_policy import TrainablePolicy
 from agentfly.training.validation import require_advantages, require_rows
@@ -26,14 +25,12 @@ class PolicyUpdater:
         policy: samples from the weights.
         learner: updates the weights.
         config: the run's settings.
-        temperature: sampling temperature of the tokens.
     """
 
-    def __init__(self, policy: TrainablePolicy, learner: Learner, config: TrainConfig, *, temperature: float) -> None:
-        self._policy = policy
+    def __init__(self, policy: TrainablePolicy, learner: Learner, config: TrainConfig) -> None:
+        self.policy = policy
         self._learner = learner
         self._config = config
-        self._temperature = temperature
         self._algorithm = config.chosen_algorithm
 
     def make_batch(self, gathered: StepBatch) -> RowBatch:
@@ -54,10 +51,7 @@ class PolicyUpdater:
 
     async def update(self, gathered: StepBatch, batch: RowBatch) -> dict[str, float]:
         """Update the weights from ``batch``, the rows of ``gathered``, and return the metrics."""
-        policy, learner = self._policy, self._learner
-        retokenization: dict[str, float] = {}
-        if self._config.retokenize:
-            batch, retokenization = await retokenized(batch, policy, self._temperature)
+        policy, learner = self.policy, self._learner
         everything = make_rows(gathered.trajectories, self._config) if gathered.dropped_groups else batch
         metrics = group_metrics(gathered.trajectories, everything) | row_metrics(batch, policy.version)
         metrics |= await run_in_thread_to_completion(
@@ -72,7 +66,7 @@ class PolicyUpdater:
             finally:
                 if learner.updates != updates:  # also when the step was cancelled after the weights had changed
                     policy.weights_updated()
-        return metrics | learned | retokenization
+        return metrics | learned
 
     def _learn(
         self, rows: Sequence[Row], baselines: Mapping[str, float] | None, stop: threading.Event

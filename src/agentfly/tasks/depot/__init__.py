@@ -1,7 +1,7 @@
 """The depot: fetch an item and bring it to another room. A task of many steps, for studies.
 
 An errand takes three to six correct steps in a small world. Its states recur within and across attempts. Only the end
-of an errand is rewarded. `agentfly bench study` compares training algorithms on it.
+of an errand is rewarded. `python -m benchmarks.studies` compares training algorithms on it.
 """
 
 from agentfly.tasks.depot.agent import depot_agent, forgetful_depot_agent, oracle

@@ -170,10 +170,6 @@ class TrainConfig(BaseConfig):
     max_row_tokens: Annotated[int, Field(ge=2)] | None = None
     """Rows of more tokens are cut there; None cuts none."""
 
-    retokenize: bool = False
-    """Train on ids made of the text again, as systems do that pass text around. It is a fault on purpose, made to be
-    measured (`agentfly.training.retokenization`), and of no other use."""
-
     strategy: Literal["chain", "step"] = "chain"
     """How turns become token sequences: ``chain``, one that grows with the conversation, or ``step``, one for each."""
 

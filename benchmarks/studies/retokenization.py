@@ -1,7 +1,7 @@
 """Re-tokenization: rows as a system would have them that keeps text between sampling and training.
 
 An experiment, and nothing else: it does to rows what is a fault everywhere else in this package, so that the fault can
-be measured (`TrainConfig.retokenize`, ``agentfly bench study retokenization``).
+be measured by ``python -m benchmarks.studies retokenization``. As a program it is ``agentfly`` with this fault.
 
 Such a system keeps a conversation as messages. For training it renders them by the chat template, encodes the whole
 text at once, and finds what the assistant said by the characters where it stands. Here the text of a row is that which
@@ -24,11 +24,17 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from agentfly.cli.main import main
 from agentfly.core.errors import ConfigError
 from agentfly.core.threads.pool import run_in_thread_to_completion
 from agentfly.policies.embedded.scoring import score_tokens
+from agentfly.training import trainer
+from agentfly.training.batch_source import StepBatch
 from agentfly.training.rows import Row, RowBatch, RowTurn
-from agentfly.training.trainable_policy import TrainablePolicy
+from agentfly.training.update import PolicyUpdater
+
+TEMPERATURE = 1.0
+"""The sampling temperature of the study's agent."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +60,9 @@ class RetokenizedRows:
         """What was changed, as metrics of a training step."""
         sampled = max(self.sampled_tokens, 1)
         return {
-            "retokenization/changed_rows_share": self.changed_rows / max(len(self.rows), 1),
-            "retokenization/lost_tokens_share": self.lost_tokens / sampled,
-            "retokenization/foreign_tokens_share": self.foreign_tokens / sampled,
+            "retokenization/changed_rows_fraction": self.changed_rows / max(len(self.rows), 1),
+            "retokenization/lost_tokens_fraction": self.lost_tokens / sampled,
+            "retokenization/foreign_tokens_fraction": self.foreign_tokens / sampled,
         }
 
 
@@ -97,25 +103,29 @@ def with_own_logprobs(rows: Sequence[Row], model: PreTrainedModel, temperature: 
     return complete
 
 
-async def retokenized(
-    batch: RowBatch, policy: TrainablePolicy, temperature: float
-) -> tuple[RowBatch, dict[str, float]]:
-    """A batch with the ids that its text is encoded to, complete with log-probs, and what was changed as metrics.
+def retokenizing_updater(temperature: float) -> type[PolicyUpdater]:
+    """A `PolicyUpdater` that trains on re-tokenized text. Its metrics say what that changed.
 
     Args:
-        batch: what was sampled.
-        policy: what is trained; nothing is sampled meanwhile.
-        temperature: divided the logits when the tokens were sampled.
+        temperature: sampling temperature of the tokens.
     """
-    again = retokenize(batch.rows, policy.tokenizer.hf)
-    async with policy.exclusive_access():
-        rows = await run_in_thread_to_completion(partial(with_own_logprobs, again.rows, policy.model, temperature))
-    return replace(batch, rows=tuple(rows)), again.metrics
+
+    class RetokenizingUpdater(PolicyUpdater):
+        async def update(self, gathered: StepBatch, batch: RowBatch) -> dict[str, float]:
+            policy = self.policy
+            again = retokenize(batch.rows, policy.tokenizer.hf)
+            async with policy.exclusive_access():
+                rows = await run_in_thread_to_completion(
+                    partial(with_own_logprobs, again.rows, policy.model, temperature)
+                )
+            return await super().update(gathered, replace(batch, rows=tuple(rows))) | again.metrics
+
+    return RetokenizingUpdater
 
 
 def _encoded_again(row: Row, tokenizer: PreTrainedTokenizerFast) -> Row:
     if row.images:
-        raise ConfigError("retokenize=true: a row holds images, whose placeholders text does not tell. Leave it out.")
+        raise ConfigError("A row holds images, whose placeholders text does not tell, so it cannot be re-tokenized.")
     text, spoken = _spelled(row, tokenizer)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids: list[int] = encoded["input_ids"]
@@ -168,3 +178,8 @@ def _turns(row: Row, mask: Sequence[int]) -> tuple[RowTurn, ...]:
     if len(parts) != len(row.turns):
         return ()
     return tuple(replace(turn, start=part[0], stop=part[-1] + 1) for turn, part in zip(row.turns, parts, strict=True))
+
+
+if __name__ == "__main__":  # as `agentfly`, with the updater above
+    setattr(trainer, "PolicyUpdater", retokenizing_updater(TEMPERATURE))  # noqa: B010
+    main()

@@ -18,11 +18,11 @@ from typing import Any
 
 from rich.table import Table
 
-from agentfly.benchmarks.training import own_side, trl_side
-from agentfly.benchmarks.training.work import SideResult, TrainingWorkload
 from agentfly.core.errors import AgentFlyError, PrerequisiteError
 from agentfly.policies.catalog import resolve_model
 from agentfly.policies.embedded.loading import SMALL_MODEL, choose_threads
+from benchmarks.training import agentfly_side, trl_side
+from benchmarks.training.workload import SideResult, TrainingWorkload
 
 TARGET_SPEEDUP = 1.5
 """Tokens a second of AgentFly's training over trl's."""
@@ -83,7 +83,7 @@ def _interpreter(trl: Path) -> str:
 
 
 def _own_side(specification: dict[str, Any]) -> SideResult:
-    return run_side("AgentFly", [sys.executable, "-m", own_side.__name__], specification)
+    return run_side("AgentFly", [sys.executable, "-m", agentfly_side.__name__], specification)
 
 
 def run_side(name: str, command: Sequence[str], specification: dict[str, Any]) -> SideResult:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentfly.benchmarks.studies.study import Arm, Study
 from agentfly.core.errors import AgentFlyError, ConfigError
 from agentfly.core.files import replace_text
 from agentfly.core.run_directory import RunDirectory, numbered
+from benchmarks.studies.study import Arm, Study
 
 Report = Callable[[str], None]
 
@@ -119,7 +119,7 @@ def _claim(study: Study, out: Path, words: Sequence[str]) -> None:
     Raises:
         ConfigError: it is not.
     """
-    arms = {arm.name: list(arm.words) for arm in study.arms}
+    arms = {arm.name: [arm.program, *arm.words] for arm in study.arms}
     claim = {"study": study.name, "config": study.config, "words": [*study.words, *words], "arms": arms}
     file = out / "study.json"
     if file.is_file() and json.loads(file.read_text(encoding="utf-8")) != claim:
@@ -144,7 +144,7 @@ async def _train(run: StudyRun, study: Study, words: Sequence[str]) -> str | Non
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as said:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "agentfly", "train", *asked, stdout=said, stderr=said, env=_environment()
+            sys.executable, "-m", run.arm.program, "train", *asked, stdout=said, stderr=said, env=_environment()
         )
         try:
             code = await process.wait()

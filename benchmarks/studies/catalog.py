@@ -1,9 +1,9 @@
-"""The studies that come with the package, by name, and where others are found."""
+"""The studies of the repository, by name."""
 
 from __future__ import annotations
 
-from agentfly.benchmarks.studies import figures
-from agentfly.benchmarks.studies.study import Arm, Curve, Figure, Study
+from benchmarks.studies import figures
+from benchmarks.studies.study import Arm, Curve, Figure, Study
 
 HALF = 0.5
 """A share of held-out errands done, until which steps are counted."""
@@ -56,10 +56,10 @@ GRPO_VS_GIGPO = Study(
 RETOKENIZATION = Study(
     name="retokenization",
     question="What becomes of mismatch and gradient where text, not ids, passes between sampling and training?",
-    config="agentfly.tasks.stockroom:retokenization.yaml",
+    config="benchmarks.studies:retokenization.yaml",
     arms=(
-        Arm("sampled", "sampled ids", ("training.retokenize=false",)),
-        Arm("retokenized", "re-tokenized text", ("training.retokenize=true",)),
+        Arm("sampled", "sampled ids"),
+        Arm("retokenized", "re-tokenized text", program="benchmarks.studies.retokenization"),
     ),
     curves=(
         Curve("KL of the sampler from the trainer, nats a token", "mismatch/k3_kl", log=True),
@@ -72,8 +72,8 @@ RETOKENIZATION = Study(
         Figure("largest log-prob difference", figures.largest("mismatch/logprob_diff_max"), ".1e"),
         Figure("gradient norm, mean", figures.mean("policy/grad_norm")),
         Figure("gradient norm, largest", figures.largest("policy/grad_norm")),
-        Figure("rows changed", figures.mean("retokenization/changed_rows_share"), ".1%"),
-        Figure("sampled tokens lost", figures.mean("retokenization/lost_tokens_share"), ".2%"),
+        Figure("rows changed", figures.mean("retokenization/changed_rows_fraction"), ".1%"),
+        Figure("sampled tokens lost", figures.mean("retokenization/lost_tokens_fraction"), ".2%"),
         Figure("reward of the last step", figures.last("reward/mean")),
         Figure("minutes", figures.total("time/step_s", 60), ".1f"),
     ),

@@ -8,11 +8,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from agentfly.benchmarks.studies.figures import values
-from agentfly.benchmarks.studies.run_study import StudyRun
-from agentfly.benchmarks.studies.study import Curve, Study
 from agentfly.core.errors import PrerequisiteError
-from agentfly.core.installation import install_command
+from benchmarks.studies.figures import values
+from benchmarks.studies.run_study import StudyRun
+from benchmarks.studies.study import Curve, Study
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,8 +28,7 @@ def require_matplotlib() -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise PrerequisiteError(
-            "Drawing the curves of a study needs matplotlib, not installed here. "
-            f"Get it with: {install_command('studies')}"
+            "Drawing the curves of a study needs matplotlib, not installed here. Get it with: pip install matplotlib"
         )
 
 

@@ -1,4 +1,4 @@
-"""``agentfly bench study``: training runs that differ in one thing, under several seeds, laid beside one another."""
+"""``python -m benchmarks.studies STUDY``: compare training runs that differ in one thing, under several seeds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentfly.cli.main import run_program
 from agentfly.core.errors import ConfigError, suggest_name, type_of
 
 if TYPE_CHECKING:
-    from agentfly.benchmarks.studies.study import Study
+    from benchmarks.studies.study import Study
 
 
 def study(
@@ -36,10 +37,10 @@ def study(
     Runs that are finished in DIR are not made again, and those that were stopped go on. In DIR are then the runs,
     curves.svg, table.md and findings.json.
     """
-    from agentfly.benchmarks.studies.findings import StudyResults
-    from agentfly.benchmarks.studies.picture import draw, require_matplotlib
-    from agentfly.benchmarks.studies.run_study import run_study
     from agentfly.core import signals
+    from benchmarks.studies.picture import draw, require_matplotlib
+    from benchmarks.studies.results import StudyResults
+    from benchmarks.studies.run_study import run_study
 
     chosen = _study(name)
     out = out or Path("studies") / chosen.name
@@ -65,9 +66,9 @@ def _study(name: str) -> Study:
     Raises:
         ConfigError: there is none.
     """
-    from agentfly.benchmarks.studies.catalog import STUDIES
-    from agentfly.benchmarks.studies.study import Study
     from agentfly.core.references import load_reference
+    from benchmarks.studies.catalog import STUDIES
+    from benchmarks.studies.study import Study
 
     if ":" not in name:
         if name not in STUDIES:
@@ -77,3 +78,9 @@ def _study(name: str) -> Study:
     if not isinstance(found, Study):
         raise ConfigError(f"{name} is {type_of(found)}, and not a Study.")
     return found
+
+
+if __name__ == "__main__":
+    program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    program.command()(study)
+    run_program(program)

@@ -1,4 +1,4 @@
-"""Functions that read a number in a finished run, for `agentfly.benchmarks.studies.study.Figure`."""
+"""Functions that read a number in a finished run, for `benchmarks.studies.study.Figure`."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfly.benchmarks.studies.run_study import StudyRun
-from agentfly.benchmarks.studies.spread import SeedSpread
-from agentfly.benchmarks.studies.study import Figure, Study
+from benchmarks.studies.run_study import StudyRun
+from benchmarks.studies.spread import SeedSpread
+from benchmarks.studies.study import Figure, Study
 
 UNKNOWN = "-"
 

@@ -1,6 +1,6 @@
-"""trl's side of ``agentfly bench training``: a program of its own for an environment that has trl and no AgentFly.
+"""trl's side of ``python -m benchmarks.training``: a program for an environment that has trl and no AgentFly.
 
-It is given a `TrainingWork` as JSON and prints a `Side` as JSON: both are in `agentfly.benchmarks.training.work`.
+It takes a `TrainingWorkload` as JSON and prints a `SideResult` as JSON; see `benchmarks.training.workload`.
 """
 
 from __future__ import annotations

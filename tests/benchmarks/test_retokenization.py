@@ -20,10 +20,11 @@ from agentfly.policies.catalog import resolve_model
 from agentfly.policies.embedded.scoring import score_tokens
 from agentfly.policies.hf_tokenizer import HFTokenizer
 from agentfly.policies.load import load_policy
+from agentfly.training import trainer
 from agentfly.training.config.train_config import TrainConfig
-from agentfly.training.retokenization import retokenize, with_own_logprobs
 from agentfly.training.rows import Row, RowTurn
 from agentfly.training.trainer import Trainer
+from benchmarks.studies.retokenization import retokenize, retokenizing_updater, with_own_logprobs
 
 
 @reward
@@ -122,15 +123,14 @@ def test_what_nobody_sampled_gets_the_log_prob_that_the_weights_say(tokenizer):
     assert complete.target_logprobs[1] == changed[0].target_logprobs[1]
 
 
-async def test_a_run_that_is_told_to_retokenize_says_what_it_changed_and_keeps_what_was_sampled(tmp_path):
+async def test_a_run_that_is_told_to_retokenize_says_what_it_changed_and_keeps_what_was_sampled(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "PolicyUpdater", retokenizing_updater(2.0))
     agent = Agent(model="tiny", max_turns=1, max_tokens_per_turn=6, temperature=2.0)  # so hot that it seldom spells
-    config = TrainConfig(
-        steps=1, tasks_per_step=2, attempts=4, learning_rate=1e-3, retokenize=True, dtype="float32", threads=1
-    )
+    config = TrainConfig(steps=1, tasks_per_step=2, attempts=4, learning_rate=1e-3, dtype="float32", threads=1)
     result = await Trainer(agent, ["Spell apple.", "Spell sun."], later, run_dir=tmp_path, config=config).run()
     metrics = result.metrics[1]
-    assert 0 < metrics["retokenization/lost_tokens_share"] < 1
-    assert metrics["retokenization/changed_rows_share"] > 0.5
+    assert 0 < metrics["retokenization/lost_tokens_fraction"] < 1
+    assert metrics["retokenization/changed_rows_fraction"] > 0.5
     assert metrics["mismatch/k3_kl"] > 1e-5  # of the tokens that stayed, behind others that did not
     audit = audit_tokens(
         load_trajectories(RunDirectory(tmp_path).trajectories_file(1)), HFTokenizer.load(resolve_model("tiny"))

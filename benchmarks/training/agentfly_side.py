@@ -1,4 +1,4 @@
-"""AgentFly's side of ``agentfly bench training``, as a program: a `Trainer` with the embedded policy.
+"""AgentFly's side of ``python -m benchmarks.training``, as a program: a `Trainer` with the embedded policy.
 
 It takes a `TrainingWork` as JSON and prints a `SideResult` as JSON.
 """
@@ -18,8 +18,6 @@ from typing import Any
 from agentfly.agents.agent import Agent
 from agentfly.agents.reward import reward
 from agentfly.agents.tool_decorator import tool
-from agentfly.benchmarks.training.trl_side import peak_mib
-from agentfly.benchmarks.training.work import SideResult, score_of
 from agentfly.core import signals
 from agentfly.core.events import Event, EventStream, StepFinished, TrainingStarted
 from agentfly.core.messages import PlacedImage, ToolCall
@@ -29,6 +27,8 @@ from agentfly.policies.embedded.policy import EmbeddedPolicy
 from agentfly.policies.policy import Generation, SamplingParams
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.trainer import Trainer
+from benchmarks.training.trl_side import peak_mib
+from benchmarks.training.workload import SideResult, score_of
 
 _ALL_AT_ONCE = 2**30
 """So many tokens may be scored at a time, as trl does with a device's batch."""

@@ -1,4 +1,4 @@
-"""TrainingWork: what both sides of ``agentfly bench training`` train on, and what a side tells of it."""
+"""TrainingWork: what both sides of ``python -m benchmarks.training`` train on, and what a side tells of it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Put what studies found into `docs/results`: their curves beside the pages, and their tables into them.
 
-    python scripts/study_results.py DIR [DIR ...]
+    python benchmarks/studies/publish.py DIR [DIR ...]
 
-A DIR is what ``agentfly bench study NAME --out DIR`` has written. Its table goes below ``<!-- study: NAME -->`` in the
-page that holds this line, in place of the lines up to ``<!-- end -->``; its curves become ``NAME.svg``.
+A DIR is what ``python -m benchmarks.studies NAME --out DIR`` has written. Its table goes below the line
+``<!-- study: NAME -->`` of a page and replaces the lines up to ``<!-- end -->``. Its curves become ``NAME.svg``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 def put(study: Path) -> Path:

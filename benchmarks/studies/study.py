@@ -24,11 +24,13 @@ class Arm:
         title: what it is called in pictures and tables.
         words: what it overrides of the study's configuration, as words of ``agentfly train``:
             ``"training.strategy=step"``.
+        program: the module whose ``train`` command makes the run.
     """
 
     name: str
     title: str
     words: tuple[str, ...] = ()
+    program: str = "agentfly"
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Figure:
 
     Attributes:
         title: the column's heading.
-        of: reads it in a finished run; None where the run has no such number. `agentfly.benchmarks.studies.figures`
+        of: reads it in a finished run; None where the run has no such number. `benchmarks.studies.figures`
             makes such functions.
         form: how it is written, as by `format`: ``".0%"``.
     """

@@ -1,1 +1,0 @@
-"""What ``agentfly bench training`` measures."""

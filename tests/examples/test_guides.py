@@ -42,7 +42,12 @@ def test_the_python_of_a_page_runs_in_order(page: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(program)],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "AGENTFLY_STATE_DIR": str(tmp_path / "state")},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "AGENTFLY_STATE_DIR": str(tmp_path / "state"),
+            "PYTHONPATH": str(ROOT),  # for studies, which are run in the repository
+        },
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -194,7 +194,7 @@ async def test_commands_of_another_user_at_the_same_time_share_what_runs_them(
     engine_ground: Ground, start: Start
 ) -> None:
     begun_from_outside = r"grep -lP '^PPid:\t0$' /proc/[0-9]*/status | xargs dirname"
-    keepers = f"for it in $({begun_from_outside}); do grep -ac keeper $it/cmdline; done | grep -c 1"
+    keepers = f"for it in $({begun_from_outside}); do grep -ac agentfly_server $it/cmdline; done | grep -c 1"
     counts = []
     for at_once in (1, 3):
         box = await start(engine_ground)

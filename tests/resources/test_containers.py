@@ -105,7 +105,7 @@ async def test_a_session_without_its_files_is_replaced_and_the_next_command_is_n
 @pytest.mark.slow
 async def test_files_are_within_reach_again_after_a_command_that_stopped_every_process(box: Container) -> None:
     await box.run("kill -STOP -1", timeout=1)
-    box._sandbox.shell._keepers.starter = None  # as when that comes before it has said that it is ready
+    box._sandbox.shell._shell_processes.spawner = None  # as when that comes before it has said that it is ready
     await box.run("true", timeout=0.5, new_process=True)
     await box.write_file("file", "content")
     assert await box.read_file("file") == b"content"
@@ -413,8 +413,8 @@ async def test_a_command_asked_of_a_session_that_is_just_killed_is_run_by_the_ne
         assert box._sandbox is not None
         shell = box._sandbox.shell
         assert shell is not None
-        assert shell._keepers.session is not None
-        os.kill(shell._keepers.session, 9)
+        assert shell._shell_processes.session is not None
+        os.kill(shell._shell_processes.session, 9)
         result = await box.run("echo once >>/tmp/count; echo done", timeout=20)
         assert (result.exit_code, result.stdout) in ((0, "done\n"), (137, ""))
         ran += result.exit_code == 0
@@ -440,16 +440,16 @@ async def test_a_byte_that_a_dying_starter_takes_of_the_next_request_is_not_miss
 ) -> None:
     await box.run("true", new_process=True)
     shell = box._sandbox.shell
-    os.kill(shell._keepers.starter, signal.SIGSTOP)
-    status = Path(f"/proc/{shell._keepers.starter}/status")
+    os.kill(shell._shell_processes.spawner, signal.SIGSTOP)
+    status = Path(f"/proc/{shell._shell_processes.spawner}/status")
     await eventually(lambda: "State:\tT" in status.read_text())
     call = asyncio.create_task(box.run("echo whole", timeout=20, new_process=True))
     async with asyncio.timeout(10):
         while True:
             try:
-                os.read(shell._starts, 1)
+                os.read(shell._spawn_pipe, 1)
                 break
             except BlockingIOError:
                 await asyncio.sleep(0.01)
-    os.kill(shell._keepers.starter, signal.SIGCONT)
+    os.kill(shell._shell_processes.spawner, signal.SIGCONT)
     assert (await call).stdout == "whole\n"

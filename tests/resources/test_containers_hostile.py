@@ -35,7 +35,7 @@ HUGE = b"x" * 80_000_000
 
 def exchanged(box: Container) -> list[str]:
     """The files by which host and sandbox pass commands and their output."""
-    return [path.name for path in box._sandbox.bubble.shell_directory.iterdir()]
+    return [path.name for path in box._sandbox.process.shell_directory.iterdir()]
 
 
 def open_files() -> int:
@@ -240,13 +240,13 @@ async def test_a_name_that_is_not_utf8_is_written_as_python_writes_it(box: Conta
 async def test_a_signal_to_the_process_group_reaches_nobody_outside(box: Container, number: str) -> None:
     await box.run(f"kill -{number} 0", timeout=1)
     assert (await box.run("echo alive")).stdout == "alive\n"
-    assert box._sandbox.bubble.launched is not None
-    assert state_of(box._sandbox.bubble.launched.process.pid) == "S"
+    assert box._sandbox.process.launched is not None
+    assert state_of(box._sandbox.process.launched.process.pid) == "S"
 
 
 async def test_what_attends_to_a_box_is_stopped_and_the_box_is_released_all_the_same(box: Container) -> None:
-    assert box._sandbox.bubble.launched is not None
-    os.kill(box._sandbox.bubble.launched.process.pid, signal.SIGSTOP)
+    assert box._sandbox.process.launched is not None
+    os.kill(box._sandbox.process.launched.process.pid, signal.SIGSTOP)
     async with asyncio.timeout(10):
         await box.release()
 

@@ -57,15 +57,15 @@ async def started(spec: ContainerSpec, launcher: Launcher) -> AsyncIterator[Cont
 def first_process(box: Container) -> int:
     """The host's id of a container's process 1."""
     assert box._sandbox is not None
-    assert box._sandbox.bubble.processes is not None
-    return box._sandbox.bubble.processes.init_pid
+    assert box._sandbox.process.pid_namespace is not None
+    return box._sandbox.process.pid_namespace.init_pid
 
 
 def bubblewrap(box: Container) -> int:
     """The host's id of the bubblewrap that started a container."""
     assert box._sandbox is not None
-    assert box._sandbox.bubble.launched is not None
-    return box._sandbox.bubble.launched.process.pid
+    assert box._sandbox.process.launched is not None
+    return box._sandbox.process.launched.process.pid
 
 
 # --- the host ---------------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ async def test_a_box_whose_processes_had_the_memory_limit_end_it_is_their_own_do
             assert await box.status() is Status.HEALTHY, attempt  # it is its owner's doing, who is told by each call
             await box.reset()
             assert (await box.run("echo new")).stdout == "new\n"
-        bubble = box._sandbox.bubble  # type: ignore[union-attr]
+        bubble = box._sandbox.process  # type: ignore[union-attr]
         bubble.kill()
         await bubble.exited.wait()
         with pytest.raises(ResourceDied):
@@ -275,7 +275,7 @@ async def test_processor_time_is_limited_where_it_can_be(launcher: Launcher, nam
             await Container(spec, name(), backend=Bubblewrap(launcher)).start()
         return
     async with started(spec, launcher) as box:
-        group = box._sandbox.bubble.cgroup if box._sandbox else None
+        group = box._sandbox.process.cgroup if box._sandbox else None
         assert group is not None
         quota = group.directories["cpu"] / ("cpu.max" if group.version == 2 else "cpu.cfs_quota_us")
         assert quota.read_text().split()[0] == "50000"

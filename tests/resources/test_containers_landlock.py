@@ -52,11 +52,11 @@ async def box(landlock: Landlock) -> AsyncIterator[Container]:
 
 
 def first_process(box: Container) -> int:
-    return box._sandbox.bubble.processes.init_pid
+    return box._sandbox.process.pid_namespace.init_pid
 
 
 def attendant(box: Container) -> int:
-    return box._sandbox.bubble.launched.process.pid
+    return box._sandbox.process.launched.process.pid
 
 
 async def test_nothing_of_the_host_can_be_written_however_open_it_is(box: Container, tmp_path: Path) -> None:
@@ -78,13 +78,13 @@ async def test_nothing_of_the_host_can_be_written_however_open_it_is(box: Contai
 
 async def test_the_pipes_that_the_host_opens_cannot_be_replaced_by_links_to_its_files(box: Container) -> None:
     await box.run("true", new_process=True)
-    exchange = box._sandbox.bubble.shell_directory
+    exchange = box._sandbox.process.shell_directory
     before = sorted(path.name for path in exchange.iterdir())
     tries = (
         "rm -f $d/$p; mv $d/$p $d/q; ln -sf /etc/shadow $d/$p; ln -s /etc/shadow $d/new; mkfifo $d/fifo; mv $d $d.old"
     )
     result = await box.run(
-        f"d={exchange}; for p in {{0..3}}.out {{0..3}}.err session.sh command starts; do {tries}; done"
+        f"d={exchange}; for p in {{0..3}}.out {{0..3}}.err session.sh command spawn; do {tries}; done"
     )
     assert result.stdout == ""
     assert sorted(path.name for path in exchange.iterdir()) == before
@@ -99,7 +99,7 @@ def test_what_is_in_the_place_of_a_pipe_is_not_read(tmp_path: Path) -> None:
             (tmp_path / "0.out").unlink()
             put_there(tmp_path / "0.out")
             output = BoundedOutput(100)
-            with pytest.raises(OSError, match=r"no pipe|symbolic"):
+            with pytest.raises(OSError, match=r"no longer a pipe|symbolic"):
                 pipes.start(output, BoundedOutput(100))
             assert output.total == 0
 
@@ -122,7 +122,7 @@ async def test_a_command_that_a_dying_session_has_read_of_and_not_begun_is_run_b
     allowed = os.sched_getaffinity(0)
     here = {min(allowed)}
     await box.run("kept=5")
-    session = box._sandbox.shell._keepers.session
+    session = box._sandbox.shell._shell_processes.session
     try:
         os.sched_setaffinity(0, here)
         os.sched_setaffinity(session, here)

@@ -30,8 +30,8 @@ SPEC = ContainerSpec(memory="256MiB", pids=64)
 def first_process(box: Container) -> int:
     """The host's id of a container's process 1."""
     assert box._sandbox is not None
-    assert box._sandbox.bubble.processes is not None
-    return box._sandbox.bubble.processes.init_pid
+    assert box._sandbox.process.pid_namespace is not None
+    return box._sandbox.process.pid_namespace.init_pid
 
 
 def traces_of(instance: str) -> list[Path]:

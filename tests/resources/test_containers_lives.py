@@ -73,8 +73,8 @@ async def test_a_life_that_stood_ready_and_died_is_not_used(
     box = Container(SPEC, name())
     await box.start()
     await box.reset()
-    ready = await asyncio.shield(box._sandbox._next)
-    ready.bubble.kill()
+    ready = await asyncio.shield(box._sandbox._standby)
+    ready.process.kill()
     await eventually(lambda: not ready.alive)
     await box.reset()
     assert (await box.run("echo alive")).stdout == "alive\n"
@@ -104,7 +104,7 @@ async def test_a_next_life_that_cannot_begin_is_the_next_resets_matter(
 
     monkeypatch.setattr(box._sandbox, "_begin", begin_once)
     await box.reset()
-    await asyncio.wait({box._sandbox._next})
+    await asyncio.wait({box._sandbox._standby})
     assert await box.status() is Status.HEALTHY
     with pytest.raises(ResourceStartError, match="as in the test"):
         await box.reset()
@@ -179,14 +179,14 @@ async def test_a_snapshot_lasts_as_long_as_a_spec_or_a_box_needs_it(name: Callab
     gc.collect()
     await twin.reset()
     assert (await twin.run("wc -c < file")).stdout == "1000000\n"
-    assert known in snapshots._made
+    assert known in snapshots._snapshots
     await twin.release()
     del twin
     gc.collect()
     other = Container(SPEC, name())
     await other.start()
     await other.release()
-    assert known not in snapshots._made
+    assert known not in snapshots._snapshots
 
 
 @forks
@@ -196,7 +196,7 @@ async def test_a_copy_of_a_snapshots_name_is_refused_once_the_snapshot_is_gone(n
     copy = pickle.loads(pickle.dumps(await box.fork()))
     gc.collect()
     twin = Container(copy, name())
-    with pytest.raises(ResourceStartError, match="as long as somebody holds the spec"):
+    with pytest.raises(ResourceStartError, match="as long as the spec that fork\\(\\) returned is referenced"):
         await twin.start()
     await twin.release()
     await box.release()
@@ -252,9 +252,9 @@ async def test_a_fork_that_is_cancelled_or_fails_leaves_nothing_and_the_box_goes
         fork.cancel()
         await asyncio.wait([fork])
         assert (await box.run("echo alive", timeout=10)).stdout == "alive\n"
-    seen = Path(f"{snapshots._seen}{snapshots._home}")
+    seen = Path(f"{snapshots._thread_root}{snapshots._home}")
     assert {path.name for path in seen.iterdir()} - before <= {
-        snapshot.place.name for snapshot in snapshots._made.values()
+        snapshot.directory.name for snapshot in snapshots._snapshots.values()
     }
     await box.release()
 
@@ -297,7 +297,7 @@ async def test_a_box_that_is_killed_in_the_ice_is_broken(
     box = Container(SPEC, name())
     await box.start()
     await box.freeze()
-    box._sandbox.bubble.kill()
+    box._sandbox.process.kill()
     await eventually(lambda: not box._sandbox.alive)
     assert await box.status() is Status.BROKEN
     await box.thaw()
@@ -344,15 +344,15 @@ def test_a_snapshot_that_cannot_be_removed_is_tried_again_and_fails_nobody_else(
     store = SnapshotStore(tmp_path / "home")
     made = [store.create({"": "/below"}, 1) for _ in range(3)]
     held = [store.publish(one) for one in made]
-    busy = made[0].place / "busy"
+    busy = made[0].directory / "busy"
     busy.touch()  # as a mount point in use
     held.clear()
     gc.collect()
     store.remove_unreferenced()
-    assert [one.place.exists() for one in made] == [True, False, False]
+    assert [one.directory.exists() for one in made] == [True, False, False]
     busy.unlink()
     store.remove_unreferenced()
-    assert not made[0].place.exists()
+    assert not made[0].directory.exists()
 
 
 @pytest.mark.parametrize("failing", ["the end of the old life", "the begin of the new one"])

@@ -308,7 +308,7 @@ FLOODS = {
     "reports": "yes 'd 999999 0' > /proc/$$/fd/201",
     "processes": "yes 'f 1' > /proc/$$/fd/201",
     "words": "yes > /proc/$$/fd/200",
-    "starts": "yes > /proc/$$/fd/202",
+    "spawn": "yes > /proc/$$/fd/202",
     "zeros": "cat /dev/zero > /proc/$$/fd/201",
 }
 QUICK = "processes"
@@ -409,10 +409,10 @@ async def test_processes_are_looked_for_among_many_away_from_the_event_loop(
 @needs_bubblewrap
 @pytest.mark.slow
 @settings(max_examples=scaled(15, 300), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.tuples(st.sampled_from(["201", "200", "starts"]), writings), min_size=1, max_size=4))
+@given(st.lists(st.tuples(st.sampled_from(["201", "200", "spawn"]), writings), min_size=1, max_size=4))
 @example([("201", b"e 0 0 1\n" * 3 + b"h 1 0\n" * 3)])
 @example([("200", b"g0000001" * 3)])
-@example([("starts", b"\n1 0 0\n")])
+@example([("spawn", b"\n1 0 0\n")])
 def test_what_one_box_forges_never_reaches_another(
     launcher: Launcher, name: Callable[[], str], forged: list[tuple[str, bytes]]
 ) -> None:
@@ -421,13 +421,13 @@ def test_what_one_box_forges_never_reaches_another(
         try:
             await asyncio.gather(*(box.start() for box in boxes))
             bad, good = boxes
-            first = bad._sandbox.bubble.processes.init_pid  # type: ignore[union-attr]
+            first = bad._sandbox.process.pid_namespace.init_pid  # type: ignore[union-attr]
             calls = [
                 asyncio.create_task(bad.run("sleep 0.05; echo mine", timeout=1, new_process=n)) for n in (False, True)
             ]
             for where, written in forged:
                 await asyncio.sleep(0.01)
-                path = f"/proc/{first}/fd/{where}" if where.isdigit() else bad._sandbox.bubble.shell_directory / where
+                path = f"/proc/{first}/fd/{where}" if where.isdigit() else bad._sandbox.process.shell_directory / where
                 with contextlib.suppress(OSError):
                     descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
                     try:

@@ -197,7 +197,7 @@ async def test_a_sandbox_that_was_killed_while_idle_costs_the_next_owner_nothing
     async with ResourceEngine(ledger=tmp_path) as engine:
         lease = await engine.acquire(spec, "first")
         await engine.release(lease)
-        kill_and_wait((await resting(engine))._sandbox.bubble.launched.process.pid)
+        kill_and_wait((await resting(engine))._sandbox.process.launched.process.pid)
         lease = await engine.acquire(spec, "second")
         assert str(await lease.resource.run("echo alive")) == "alive"
 

@@ -1,4 +1,5 @@
 """Sandboxes of bubblewrap.
 
-From the outside in: backend, sandbox; then process and launcher, which start them, and shell and shell_io.
+Read ``backend.py`` and ``sandbox.py`` first. ``launcher.py`` and ``process.py`` start sandboxes; ``shell.py`` and
+``shell_io.py`` run commands in them.
 """

@@ -206,7 +206,7 @@ class Launcher:
         self._session = _SESSION.read_text()
         self._filters = filters_calls()
         self._signals = DefaultSignals()
-        self._trees: RootfsBuilder = BindRootfsBuilder()
+        self._rootfs_builder: RootfsBuilder = BindRootfsBuilder()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentfly-launcher")
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="agentfly-containers")
         self._trial = self.base / f".try-{uuid.uuid4().hex[:12]}"
@@ -279,8 +279,8 @@ class Launcher:
             ToolError: its directories lie too deep.
             ResourceError: there is no room for it.
         """
-        assert isinstance(self._trees, OverlayRootfsBuilder)
-        trees, snapshots = self._trees, self._trees.snapshots
+        assert isinstance(self._rootfs_builder, OverlayRootfsBuilder)
+        trees, snapshots = self._rootfs_builder, self._rootfs_builder.snapshots
         beginning = asyncio.create_task(
             self.on_launch_thread(lambda: snapshots.create(trees.lower_layers(spec, image), spec.disk_limit))
         )
@@ -308,25 +308,25 @@ class Launcher:
             ResourceStartError: a snapshot or a mount is not there.
             OSError: no memory, no processes, no disk.
         """
-        exchange = scratch / SHELL_DIRECTORY
+        shell_directory = scratch / SHELL_DIRECTORY
         restore_owner_access(self.base)
         if scratch.name == "0":
             scratch.parent.mkdir(mode=0o700)  # whose name may be taken
         scratch.mkdir(mode=0o700)
-        exchange.mkdir(mode=0o711)
-        _write(f"{exchange}/{_SESSION.name}", self._session_script(scratch))
+        shell_directory.mkdir(mode=0o711)
+        _write(f"{shell_directory}/{_SESSION.name}", self._session_script(scratch))
         _write(f"{scratch}/{GROUPS}", "".join(f"{group}\n" for group in groups))
-        os.mkfifo(exchange / "starts", 0o600)
+        os.mkfifo(shell_directory / "spawn", 0o600)
         words, environment = self._command_line(spec, image, scratch)
         # without control groups the shell lowers its own limits: inside the user namespace, so for this sandbox alone
         pids, memory = (0, 0) if self.cgroups else (self._shell_pid_limit(spec), spec.memory_limit // 1024)
-        script = f"{self.shell_mount(exchange)}/{_SESSION.name}"
+        script = f"{self.shell_mount(shell_directory)}/{_SESSION.name}"
         command = ["/bin/bash", "--norc", "--noprofile", script, str(pids), str(memory)]
         return self._start(words, environment, command, scratch / "log", self._filter(spec))
 
     # --- what depends on the way of starting ------------------------------------------------------------------------
 
-    def shell_mount(self, exchange: Path) -> str:
+    def shell_mount(self, shell_directory: Path) -> str:
         """Where a sandbox sees its shell's directory."""
         return str(SHELL_MOUNT)
 
@@ -334,9 +334,9 @@ class Launcher:
         """Where a sandbox sees its workdir."""
         return spec.workdir
 
-    def processes(self, first: int) -> PidNamespace:
+    def pid_namespace(self, init_pid: int) -> PidNamespace:
         """The processes of a sandbox, by the host's id of its process 1."""
-        return PidNamespace.of(first)
+        return PidNamespace.of(init_pid)
 
     def private_mounts(self, spec: ContainerSpec) -> list[str]:
         """The directories of a sandbox whose file systems hold its private files, in memory."""
@@ -357,12 +357,12 @@ class Launcher:
     def _command_line(self, spec: ContainerSpec, image: Path | None, scratch: Path) -> tuple[list[str], dict[str, str]]:
         """The program and its arguments, and the environment inside, which may hold secrets."""
         program = self._program.copy_to(scratch) if self._program_unreachable else self._program
-        arguments = self._trees.build(spec, image, scratch, common_arguments(spec, scratch / SHELL_DIRECTORY))
+        arguments = self._rootfs_builder.build(spec, image, scratch, common_arguments(spec, scratch / SHELL_DIRECTORY))
         return [str(program.path), *arguments], sandbox_environment(spec)
 
     def unmount(self, scratch: Path) -> None:
         """Undo what `launch` mounted, after the sandbox has ended. On one of the launcher's other threads."""
-        self._thread.submit(self._trees.teardown, scratch).result()
+        self._thread.submit(self._rootfs_builder.teardown, scratch).result()
 
     def _start(
         self, words: list[str], variables: dict[str, str], command: list[str], log: Path, filter_: bytes | None
@@ -414,7 +414,7 @@ class Launcher:
             private = self.base / ".private"
             private.mkdir(exist_ok=True)
             give_up_root(SANDBOX_UID, keep=_MOUNTER)
-            self._trees = OverlayRootfsBuilder(private, SANDBOX_UID, self._open_userns)
+            self._rootfs_builder = OverlayRootfsBuilder(private, SANDBOX_UID, self._open_userns)
             self._program = self._program.copy_to(private)
         elif self.uid is not None:
             give_up_root(self.uid, keep=())
@@ -431,7 +431,7 @@ class Launcher:
             words, _ = self._command_line(spec, None, scratch)
             exit_code, complaint = _run_briefly([*words, *filter_arguments(filters), "--", "/bin/true"], filters)
         finally:
-            self._trees.teardown(scratch)
+            self._rootfs_builder.teardown(scratch)
             remove_tree(scratch)
             for descriptor in filters:
                 os.close(descriptor)

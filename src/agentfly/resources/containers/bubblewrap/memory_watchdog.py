@@ -12,36 +12,35 @@ from agentfly.resources.containers.bubblewrap.process import BubblewrapProcess
 from agentfly.resources.containers.bubblewrap.shell import PipeShell
 from agentfly.resources.process.procfs import descendants, private_memory_bytes
 
-_INODE = 1024  # bytes that the kernel takes for a file, with its name, however short the file is
-_MAPPING = 512  # for a mapping of a process, whether anything is in it or not
-_PIPE, _SOCKET = 64 * 1024, 256 * 1024  # what may be in one, which nothing tells
-_FREE = 128  # pipes and sockets that a sandbox may have without being charged for more than what is seen
-_MANY = 256  # open files for which a process has room; fewer are not looked at one by one
-_LOOKS_AT_MAPPINGS = 8  # every so many looks: it takes as long as there are mappings, which take long to make
+_INODE = 1024  # bytes of kernel memory per file, with its name, however short the file is
+_MAPPING = 512  # bytes of kernel memory per mapping of a process, even an empty one
+_PIPE, _SOCKET = 64 * 1024, 256 * 1024  # bytes that one may buffer; the kernel does not report how many it does
+_FREE = 128  # pipes and sockets of a sandbox that are not counted
+_MANY = 256  # size of a descriptor table; those of smaller tables are not inspected
+_MAPPINGS_PERIOD = 8  # mappings are counted at every eighth look, because counting takes time for each
 
 
 class MemoryUsage:
     """Estimates a sandbox's memory.
 
-    It counts process pages and page tables, mappings, private files and their inodes. Pipes and sockets beyond a few
-    count
-    at their maximum size.
+    It counts process pages and page tables, mappings, private files and their inodes. Pipes and sockets beyond the
+    first 128 count at their maximum size.
     """
 
-    def __init__(self, places: list[str]) -> None:
-        """Begin.
+    def __init__(self, directories: list[str]) -> None:
+        """Start with no measurement.
 
         Args:
-            places: the directories inside whose file systems hold the private files, in memory.
+            directories: directories inside whose file systems hold the private files, in memory.
         """
-        self._places = places
+        self._directories = directories
         self._looks = 0
         self._mappings: dict[int, int] = {}
 
     def process_bytes(self, pids: Iterable[int]) -> dict[int, int]:
-        """Bytes that each of the processes takes."""
+        """Return the bytes of each process."""
         found = {pid: private_memory_bytes(pid) for pid in pids}
-        if self._looks % _LOOKS_AT_MAPPINGS == 0:
+        if self._looks % _MAPPINGS_PERIOD == 0:
             self._mappings = {pid: _mappings(pid) for pid in found}
         self._looks += 1
         seen: set[str] = set()
@@ -50,19 +49,19 @@ class MemoryUsage:
             found[pid] += _buffers(pid, seen)
         return found
 
-    def file_bytes(self, first: int) -> int:
-        """Bytes of memory that the private files take.
+    def file_bytes(self, init_pid: int) -> int:
+        """Return the bytes of memory of the private files.
 
         Args:
-            first: the host's id of process 1.
+            init_pid: the host's process id of process 1.
         """
         taken: dict[int, int] = {}
-        for place in self._places:
-            path = f"/proc/{first}/root{place}"
+        for directory in self._directories:
+            path = f"/proc/{init_pid}/root{directory}"
             try:
                 found = os.statvfs(path)
                 device = os.stat(path).st_dev  # noqa: PTH116
-            except OSError:  # the sandbox ends
+            except OSError:  # the sandbox is ending
                 continue
             blocks, inodes = found.f_blocks - found.f_bfree, found.f_files - found.f_ffree
             taken[device] = blocks * found.f_frsize + inodes * _INODE
@@ -77,7 +76,7 @@ def _mappings(pid: int) -> int:
 
 
 def _buffers(pid: int, seen: set[str]) -> int:
-    """Bytes that the pipes and sockets of a process may hold, but for those that were seen before and a first few."""
+    """Return the bytes that the pipes and sockets of a process may buffer, beyond `seen` and the first 128."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
         _, _, room = status.partition("\nFDSize:")
@@ -101,26 +100,26 @@ def _buffers(pid: int, seen: set[str]) -> int:
 
 
 _PERIOD_S = 0.25
-_OF_A_SHELL = 32 * 2**20  # what a keeper of the shell may take before it counts among the largest
+_SHELL_ALLOWANCE = 32 * 2**20  # bytes of a process of the shell that do not count when processes are chosen
 
 
 class MemoryWatchdog:
-    """Looks at the memory of a sandbox's processes and private files four times a second.
+    """Checks the memory of a sandbox's processes and private files four times a second.
 
-    When they take more than the limit together, the largest processes are killed until what is left fits. A single
-    process cannot outrun it, for the shell has set a limit on what each may allocate; nor can files, which have a limit
-    of their own that is lower. What no look shows, such as files in memory that have no name, the filter of system
-    calls refuses. What is left is in `capabilities.NOT_COUNTED`.
+    If their sum exceeds the limit, the largest processes are killed until the rest fits. A single process cannot grow
+    past the limit between two checks, because the shell has limited what each process may allocate. Files have a lower
+    limit of their own. The system call filter refuses memory that cannot be observed, such as unnamed files in memory.
+    `launcher.NOT_COUNTED` lists what remains uncounted.
     """
 
-    def __init__(self, bubble: BubblewrapProcess, shell: PipeShell) -> None:
-        """Begin to watch a sandbox that has been started."""
-        assert bubble.processes is not None
+    def __init__(self, process: BubblewrapProcess, shell: PipeShell) -> None:
+        """Start to watch a sandbox that has been started."""
+        assert process.pid_namespace is not None
         self.kills = 0
-        self._bubble = bubble
+        self._process = process
         self._shell = shell
-        self._processes = bubble.processes
-        self._count = MemoryUsage(bubble.launcher.private_mounts(bubble.spec))
+        self._processes = process.pid_namespace
+        self._count = MemoryUsage(process.launcher.private_mounts(process.spec))
         self._task = asyncio.create_task(self._watch())
 
     def close(self) -> None:
@@ -128,16 +127,16 @@ class MemoryWatchdog:
         self._task.cancel()
 
     async def _watch(self) -> None:
-        while not self._bubble.exited.is_set():
-            await self._bubble.launcher.run_blocking(self._look, self._shell.shell_pids)
+        while not self._process.exited.is_set():
+            await self._process.launcher.run_blocking(self._look, self._shell.shell_pids)
             await asyncio.sleep(_PERIOD_S)
 
-    def _look(self, keepers: set[int]) -> None:
-        first = self._processes.init_pid
-        memory = self._count.process_bytes(descendants(first))
-        excess = self._count.file_bytes(first) + sum(memory.values()) - self._bubble.spec.memory_limit
-        for keeper in keepers & memory.keys():
-            memory[keeper] -= _OF_A_SHELL
+    def _look(self, shell_pids: set[int]) -> None:
+        init_pid = self._processes.init_pid
+        memory = self._count.process_bytes(descendants(init_pid))
+        excess = self._count.file_bytes(init_pid) + sum(memory.values()) - self._process.spec.memory_limit
+        for pid in shell_pids & memory.keys():
+            memory[pid] -= _SHELL_ALLOWANCE
         for pid in sorted(memory, key=lambda pid: memory[pid], reverse=True):
             if excess <= 0 or memory[pid] <= 0:
                 break

@@ -17,54 +17,54 @@ from agentfly.resources.containers.port_forwarding import LOOPBACK, PortForwarde
 if TYPE_CHECKING:
     from agentfly.resources.containers.bubblewrap.process import BubblewrapProcess
 
-_PATIENCE_S = 10.0
+_TIMEOUT_S = 10.0
 _SOCKET_HELPER = Path(__file__).with_name("sockets_inside.py")
 
 
 class NamespaceSockets:
-    """The ports of a sandbox of bubblewrap.
+    """The TCP ports of a bubblewrap sandbox.
 
-    A socket belongs to the network in which it was made. A small program joins the sandbox's, and makes there, on
-    demand, the sockets by which this process then reaches it.
+    A socket belongs to the network namespace in which it was created. A helper program joins the sandbox's namespace
+    and creates sockets there on demand. This process uses them to connect to the sandbox.
     """
 
-    def __init__(self, bubble: BubblewrapProcess) -> None:
+    def __init__(self, process: BubblewrapProcess) -> None:
         """Attach to a sandbox that has been started; nothing is opened yet."""
-        self._bubble = bubble
-        self._forwarder = PortForwarder(bubble.name, self._pass_on, self._joined)
-        self._maker: subprocess.Popen[bytes] | None = None
+        self._process = process
+        self._forwarder = PortForwarder(process.name, self._pass_on, self._joined)
+        self._helper: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def open(self, inside: int) -> tuple[str, int]:
         """See `PortForwarder.open`."""
-        if self._bubble.spec.network:
+        if self._process.spec.network:
             return LOOPBACK, inside
         return await self._forwarder.open(inside)
 
     async def close(self) -> None:
         """Close every port and connection."""
         await self._forwarder.close()
-        if self._channel is not None and self._maker is not None:
-            self._channel.close()  # at which the maker ends
+        if self._channel is not None and self._helper is not None:
+            self._channel.close()  # at which the helper exits
             self._channel = None
-            await self._bubble.launcher.run_blocking(_ended, self._maker)
+            await self._process.launcher.run_blocking(_ended, self._helper)
 
     async def _joined(self) -> None:
-        async with self._turn:
+        async with self._lock:
             if self._channel is None:
-                await self._bubble.launcher.run_blocking(self._join)
+                await self._process.launcher.run_blocking(self._join)
 
     def _join(self) -> None:
-        """Start the maker of sockets. Its user is the one that owns the sandbox's namespaces."""
-        assert self._bubble.processes is not None
+        """Start the helper, as the user that owns the sandbox's namespaces."""
+        assert self._process.pid_namespace is not None
         ours, theirs = socket.socketpair()
         network = -1
         try:
-            network = os.open(f"/proc/{self._bubble.processes.init_pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-            owner = self._bubble.launcher.uid
+            network = os.open(f"/proc/{self._process.pid_namespace.init_pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+            owner = self._process.launcher.uid
             words = [str(owner if owner is not None else os.geteuid()), str(network)]
-            self._maker = subprocess.Popen(
+            self._helper = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_SOCKET_HELPER), *words],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
@@ -76,16 +76,16 @@ class NamespaceSockets:
             )
         except OSError as error:
             ours.close()
-            raise ResourceDied(f"The network of the sandbox {self._bubble.name} cannot be joined: {error}") from error
+            raise ResourceDied(f"The network of the sandbox {self._process.name} cannot be joined: {error}") from error
         finally:
             theirs.close()
             if network >= 0:
                 os.close(network)
-        ours.settimeout(_PATIENCE_S)
+        ours.settimeout(_TIMEOUT_S)
         self._channel = ours
 
     def _socket(self) -> socket.socket:
-        """A socket made inside."""
+        """Return a socket that was created inside."""
         if self._channel is None:
             raise OSError("the ports are closed")
         self._channel.sendall(b"s")
@@ -95,8 +95,8 @@ class NamespaceSockets:
         return socket.socket(fileno=descriptors[0])
 
     async def _pass_on(self, inside: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with self._turn:
-            made = await self._bubble.launcher.run_blocking(self._socket)
+        async with self._lock:
+            made = await self._process.launcher.run_blocking(self._socket)
         made.setblocking(False)
         try:
             await asyncio.get_running_loop().sock_connect(made, (LOOPBACK, inside))
@@ -108,9 +108,9 @@ class NamespaceSockets:
             await asyncio.gather(copy_stream(reader, far_writer), copy_stream(far_reader, writer))
 
 
-def _ended(maker: subprocess.Popen[bytes]) -> None:
+def _ended(helper: subprocess.Popen[bytes]) -> None:
     try:
-        maker.wait(_PATIENCE_S)
+        helper.wait(_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        maker.kill()
-        maker.wait()
+        helper.kill()
+        helper.wait()

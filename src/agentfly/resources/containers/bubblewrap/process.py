@@ -21,7 +21,7 @@ from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.process.cgroups import Cgroup
 from agentfly.resources.process.procfs import has_exited
 
-_END_PATIENCE_S = 10.0
+_END_TIMEOUT_S = 10.0
 
 
 class BubblewrapProcess:
@@ -36,24 +36,25 @@ class BubblewrapProcess:
         Args:
             launcher: what starts it.
             spec: what to start.
-            scratch: its directory on the host, which must not exist yet. The last two parts of its path are its name.
+            scratch: its directory on the host, which must not exist yet. The last two parts of the path name the
+                sandbox.
         """
         self.spec = spec
         self.launcher = launcher
         self.scratch = scratch
         self.name = f"{scratch.parent.name}-{scratch.name}"
-        self.image: Path | None = None  # the directory with its root file system, if it has one
+        self.image: Path | None = None  # the directory of its root file system, if its image has one
         self.frozen = False
         home = launcher.cgroups
         self.cgroup: Cgroup | None = home.cgroup(f"agentfly-{self.name}", cpus=spec.cpus) if home else None
-        self.processes: PidNamespace | None = None
-        self._first: InitProcess | None = None
+        self.pid_namespace: PidNamespace | None = None
+        self._init_process: InitProcess | None = None
         self.launched: LaunchedSandbox | None = None
-        self.exited = asyncio.Event()  # bubblewrap, and so every process of the sandbox, is gone
+        self.exited = asyncio.Event()  # bubblewrap, and so every process of the sandbox, has exited
         self._launching: asyncio.Future[LaunchedSandbox] | None = None
-        self._limiting: asyncio.Future[None] | None = None
+        self._attaching: asyncio.Future[None] | None = None
         self._exit_descriptor: int | None = None
-        self._at_gate = True  # at its gate
+        self._at_gate = True  # process 1 waits to be started
         self._ending = asyncio.Lock()
 
     @property
@@ -78,12 +79,12 @@ class BubblewrapProcess:
             self.launched = await asyncio.shield(self._launching)
             self._watch_exit(self.launched.process)
             first = await self._read_init_pid(self.launched.info)
-            self.processes = launcher.processes(first)
-            self._first = InitProcess.of(first)
-            self._first.save(self.scratch)
-            if self.cgroup is not None:  # while bubblewrap mounts; it waits at its gate
-                self._limiting = asyncio.ensure_future(launcher.run_blocking(self._limit, self.cgroup, first))
-                await asyncio.shield(self._limiting)
+            self.pid_namespace = launcher.pid_namespace(first)
+            self._init_process = InitProcess.of(first)
+            self._init_process.save(self.scratch)
+            if self.cgroup is not None:  # while bubblewrap mounts; process 1 waits at its gate
+                self._attaching = asyncio.ensure_future(launcher.run_blocking(self._limit, self.cgroup, first))
+                await asyncio.shield(self._attaching)
             self._open_start_gate(self.launched)
         except OSError as error:
             raise ResourceStartError(f"The sandbox {self.name} could not be started: {error}") from error
@@ -92,7 +93,7 @@ class BubblewrapProcess:
         """Kill every process, remove all resources, and return when they are gone. Idempotent.
 
         Raises:
-            OSError: something of it cannot be removed.
+            OSError: a resource cannot be removed.
         """
         async with self._ending:
             await self._await_pending()
@@ -102,21 +103,20 @@ class BubblewrapProcess:
                 if not self.exited.is_set():
                     self.kill()
                     await self.exited.wait()
-                if (
-                    self._first is not None and self._first.alive
-                ):  # process 1 should have ended with bubblewrap and did not
-                    await self.launcher.run_blocking(self._first.kill, _END_PATIENCE_S)
+                # process 1 should have ended with bubblewrap
+                if self._init_process is not None and self._init_process.alive:
+                    await self.launcher.run_blocking(self._init_process.kill, _END_TIMEOUT_S)
                 self._close(self.launched)
             await self.launcher.run_blocking(self._remove)
 
     async def _await_pending(self) -> None:
         """Wait for the work of `start` on other threads, which cannot be cancelled."""
-        under_way = [future for future in (self._launching, self._limiting) if future is not None]
-        if under_way:
-            await asyncio.wait(under_way)
-        if self._limiting is not None and not self._limiting.cancelled():
-            self._limiting.exception()
-        self._limiting = None
+        pending = [future for future in (self._launching, self._attaching) if future is not None]
+        if pending:
+            await asyncio.wait(pending)
+        if self._attaching is not None and not self._attaching.cancelled():
+            self._attaching.exception()
+        self._attaching = None
         if self._launching is not None and self._launching.exception() is None and self.launched is None:
             self.launched = self._launching.result()
         if self.launched is not None and self._exit_descriptor is None and not self.exited.is_set():
@@ -128,23 +128,25 @@ class BubblewrapProcess:
         return launching is not None and isinstance(launching.exception(), FileExistsError)
 
     async def freeze(self) -> None:
-        """Stop every process; return when all are stopped.
+        """Stop every process, and return when all are stopped.
 
         Raises:
-            OSError: they do not stop.
+            OSError: processes do not stop.
         """
-        assert self.processes is not None
+        assert self.pid_namespace is not None
         self.frozen = True
         group = self.cgroup
-        await self._run_to_completion(group.freeze if group is not None and group.can_freeze else self.processes.stop)
+        await self._run_to_completion(
+            group.freeze if group is not None and group.can_freeze else self.pid_namespace.stop
+        )
 
     async def thaw(self) -> None:
         """Resume every process."""
-        assert self.processes is not None
+        assert self.pid_namespace is not None
         group = self.cgroup
         try:
             await self._run_to_completion(
-                group.thaw if group is not None and group.can_freeze else self.processes.resume
+                group.thaw if group is not None and group.can_freeze else self.pid_namespace.resume
             )
         finally:
             self.frozen = False
@@ -159,10 +161,14 @@ class BubblewrapProcess:
         """Kill every process at once."""
         if self.frozen and self.cgroup is not None and self.cgroup.can_freeze:  # a frozen process does not die
             self.cgroup.thaw()
-        if self.processes is not None:
-            self.processes.signal(self.processes.init_pid, signal.SIGKILL)  # the kernel then kills the whole namespace
+        if self.pid_namespace is not None:
+            self.pid_namespace.signal(
+                self.pid_namespace.init_pid, signal.SIGKILL
+            )  # the kernel then kills the whole namespace
             if self.launched is not None and not self.exited.is_set():
-                os.kill(self.launched.process.pid, signal.SIGCONT)  # it must notice, and may have been stopped
+                os.kill(
+                    self.launched.process.pid, signal.SIGCONT
+                )  # it must notice the end of process 1, and may be stopped
         elif self.launched is not None:
             kill_with_children(self.launched.process.pid)
 
@@ -172,10 +178,10 @@ class BubblewrapProcess:
         return self.exited.is_set() or (self._exit_descriptor is not None and has_exited(self._exit_descriptor))
 
     def exit_cause(self) -> str:
-        """Why process 1 has exited, as far as known."""
+        """Return why process 1 has exited, as far as known."""
         kills = self.cgroup.oom_kills() if self.cgroup is not None else 0
         if kills:
-            return f"its first process was killed; the memory limit has cost it {kills} processes so far"
+            return f"its first process was killed; {kills} of its processes were killed for memory so far"
         return "its first process was killed"
 
     @property
@@ -184,7 +190,7 @@ class BubblewrapProcess:
         return self.cgroup is not None and self.cgroup.has_killed_for_its_own_limit()
 
     def startup_log(self) -> str:
-        """What bubblewrap printed before the sandbox was up."""
+        """Return what bubblewrap printed during the start."""
         try:
             return (self.scratch / "log").read_text(errors="replace").strip()
         except OSError:
@@ -195,7 +201,7 @@ class BubblewrapProcess:
         cgroup.attach(first)
 
     async def _read_init_pid(self, info: int) -> int:
-        """The host's process id of process 1, from bubblewrap's description of the sandbox."""
+        """Read the host's process id of process 1 from bubblewrap's description of the sandbox."""
         text = b""
         loop = asyncio.get_running_loop()
         while b"}" not in text:
@@ -208,7 +214,7 @@ class BubblewrapProcess:
             chunk = os.read(info, 4096)
             if not chunk:
                 await self.exited.wait()
-                raise ResourceStartError(f"bubblewrap could not make the sandbox {self.name}: {self.startup_log()}")
+                raise ResourceStartError(f"bubblewrap could not start the sandbox {self.name}: {self.startup_log()}")
             text += chunk
         return int(json.loads(text)["child-pid"])
 

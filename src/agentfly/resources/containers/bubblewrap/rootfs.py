@@ -24,7 +24,7 @@ from agentfly.resources.containers.spec import SHELL_MOUNT, ContainerSpec
 
 SYSTEM_DIRECTORIES = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 
-# never: host names, users, credentials, configuration of package indexes
+# never host names, users, credentials or the configuration of package indexes
 ETC_ALLOWLIST = (
     "alternatives",
     "bash.bashrc",
@@ -74,24 +74,24 @@ ETC_FILES = {
 
 
 def etc_entries() -> list[str]:
-    """What of the host's /etc is shown, as names below it."""
+    """Return the names in the host's /etc that sandboxes see."""
     etc = Path("/etc")
     names = [name for name in ETC_ALLOWLIST if os.path.lexists(etc / name)]
     return names + [path.name for pattern in ETC_ALLOWLIST_PATTERNS for path in sorted(etc.glob(pattern))]
 
 
 def private_directories(spec: ContainerSpec) -> list[tuple[str, int]]:
-    """The directories that every sandbox has for itself, with their permissions."""
+    """Return the private directories of a sandbox, with their permissions."""
     return [(spec.workdir, 0o755), ("/tmp", 0o1777), ("/var/tmp", 0o1777), (spec.home, 0o755)]
 
 
 def private_file_systems(spec: ContainerSpec) -> list[tuple[str, int]]:
-    """The directories that are file systems of their own, in memory, where bubblewrap makes the root itself."""
+    """Return the directories that are tmpfs mounts if bubblewrap builds the root, with their permissions."""
     return [("/dev/shm", 0o1777), *private_directories(spec)]
 
 
 def sandbox_environment(spec: ContainerSpec) -> dict[str, str]:
-    """The whole environment inside."""
+    """Return all environment variables inside."""
     return {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "HOME": spec.home,
@@ -105,7 +105,7 @@ def sandbox_environment(spec: ContainerSpec) -> dict[str, str]:
 
 
 def make_skeleton(directory: Path) -> None:
-    """Make the root of a sandbox that shows the host's system directories: links, mount points, and an /etc."""
+    """Create a root for the host's system directories: links, mount points, and /etc."""
     for name in SYSTEM_DIRECTORIES:
         host = Path("/") / name
         if host.is_symlink():
@@ -121,12 +121,12 @@ def make_skeleton(directory: Path) -> None:
 
 
 def system_directories() -> list[str]:
-    """The system directories that are directories of their own, not links."""
+    """Return the system directories that are not links."""
     return [name for name in SYSTEM_DIRECTORIES if (Path("/") / name).is_dir() and not (Path("/") / name).is_symlink()]
 
 
 def _copy_readable(source: Path, target: Path) -> None:
-    """Copy what anybody may read, links as links."""
+    """Copy what every user may read; links stay links."""
     target.parent.mkdir(parents=True, exist_ok=True)
     mode = source.lstat().st_mode
     if stat.S_ISLNK(mode):
@@ -141,10 +141,10 @@ def _copy_readable(source: Path, target: Path) -> None:
 
 
 def host_arguments(files: Path) -> list[str]:
-    """bubblewrap's arguments for the same root, read-only, for a user who cannot mount.
+    """Return bubblewrap's arguments for the same root, read-only, for users who may not mount.
 
     Args:
-        files: a directory that holds the texts of `ETC_FILES`.
+        files: a directory with the files of `ETC_FILES`.
     """
     arguments: list[str] = []
     for name in SYSTEM_DIRECTORIES:
@@ -164,21 +164,22 @@ def host_arguments(files: Path) -> list[str]:
     return arguments
 
 
-def common_arguments(spec: ContainerSpec, exchange: Path) -> list[str]:
-    """bubblewrap's arguments that are the same however the root is made, but for the environment.
+def common_arguments(spec: ContainerSpec, shell_directory: Path) -> list[str]:
+    """Return bubblewrap's arguments that do not depend on how the root is built, without the environment.
 
     Args:
-        exchange: the host's directory of the shell's pipes and scripts.
+        spec: what to start.
+        shell_directory: the host's directory of the shell's pipes and scripts.
     """
     inside = "0" if spec.user == "root" else "1000"
     arguments = [*NAMESPACE_OPTIONS, *([] if spec.network else ["--unshare-net"])]
     arguments += ["--uid", inside, "--gid", inside, "--hostname", "sandbox"]
     arguments += ["--die-with-parent", "--as-pid-1", "--clearenv"]
-    arguments += ["--proc", "/proc", "--ro-bind", str(exchange), str(SHELL_MOUNT), "--chdir", spec.workdir]
-    # who could write it could have process 1 outlive us; nobody inside can be traced into doing that either (seccomp)
+    arguments += ["--proc", "/proc", "--ro-bind", str(shell_directory), str(SHELL_MOUNT), "--chdir", spec.workdir]
+    # a writer of these could make process 1 outlive this process; seccomp forbids the same by ptrace
     for path in ("/proc/1/mem", "/proc/1/task/1/mem"):
         arguments += ["--ro-bind", "/dev/null", path]
-    # it names the keys of all that the host's user runs, not of the sandbox alone
+    # it names the keys of all programs of the host's user
     if os.path.exists("/proc/keys"):  # noqa: PTH110  (for each start, and pathlib is slow)
         arguments += ["--ro-bind", "/dev/null", "/proc/keys"]
     if spec.network and Path("/etc/resolv.conf").exists():
@@ -187,45 +188,45 @@ def common_arguments(spec: ContainerSpec, exchange: Path) -> list[str]:
 
 
 _PLAIN = MS_NOSUID | MS_NODEV
-# below /usr and its like, directories down to this depth take new files (in the private layer)
+# system directories down to this depth take new files, in the private layer
 _WRITABLE_DEPTH = 2
 _WRITABLE_WHOLE = "usr/local"
 
 
 class RootfsBuilder(Protocol):
-    """Makes the root file systems of sandboxes. Called on the launching thread only."""
+    """Builds the root file systems of sandboxes. Called only on the launching thread."""
 
     def build(self, spec: ContainerSpec, image: Path | None, scratch: Path, common: list[str]) -> list[str]:
-        """Prepare a root file system and return all of bubblewrap's arguments.
+        """Build a root file system, and return all arguments of bubblewrap.
 
         Args:
-            spec: what it is to hold.
-            image: the directory with its root file system, if its image has one.
+            spec: what to start.
+            image: the directory of the image's root file system; None if the image has none.
             scratch: the sandbox's own directory on the host.
-            common: the arguments that are the same however the root is made; some of them mount in it.
+            common: the result of `common_arguments`; some of these mount into the root.
 
         Raises:
-            ResourceStartError: a snapshot or a mount is not there.
+            ResourceStartError: a snapshot or the source of a mount does not exist.
         """
         ...
 
     def teardown(self, scratch: Path) -> None:
-        """Undo what `build` did; fine if that was nothing, or only a part."""
+        """Undo `build`, even if it failed or never ran."""
         ...
 
 
 class OverlayRootfsBuilder:
-    """Roots made of overlay mounts, each with one size-limited private layer for everything that is written.
+    """Builds roots of overlay mounts, each with one private layer of limited size for all writes.
 
-    For a thread that may mount and has the mounts for itself; what it mounts is gone when the process is.
+    It needs a thread that may mount and has a private view of the mounts. The mounts end with the process.
     """
 
     def __init__(self, home: Path, uid: int, userns: Callable[[], int]) -> None:
-        """Prepare what all sandboxes share.
+        """Build what all sandboxes share.
 
         Args:
-            home: an empty directory, which gets a file system of its own.
-            uid: the ordinary user of the host that sandboxes run as, and this thread is.
+            home: an empty directory, on which a file system is mounted.
+            uid: the ordinary user of the host as which sandboxes and this thread run.
             userns: opens a user namespace that maps user and group 0 to `uid`.
         """
         self._uid = uid
@@ -242,7 +243,7 @@ class OverlayRootfsBuilder:
     def build(self, spec: ContainerSpec, image: Path | None, scratch: Path, common: list[str]) -> list[str]:
         """See `RootfsBuilder.build`."""
         tree = f"{scratch}/tree"
-        os.mkdir(tree)  # noqa: PTH102  (here and below: every start does all this, and pathlib is slow)
+        os.mkdir(tree)  # noqa: PTH102  (here and below: this runs at every start, and pathlib is slow)
         options = f"size={spec.disk_limit},mode=0755,uid={self._uid},gid={self._uid}"
         mount("tmpfs", tree, "tmpfs", _PLAIN, options)
         layers = self.lower_layers(spec, image)
@@ -258,12 +259,12 @@ class OverlayRootfsBuilder:
         return [*arguments, *common, "--remount-ro", "/dev"]
 
     def teardown(self, scratch: Path) -> None:
-        """See `RootfsBuilder.drop`."""
+        """See `RootfsBuilder.teardown`."""
         unmount(scratch / "tree")
         self.snapshots.remove_unreferenced()
 
     def lower_layers(self, spec: ContainerSpec, image: Path | None) -> dict[str, str]:
-        """What lies below the private layer, by where in the root; the root itself first, under the empty name."""
+        """Return the lower layers by directory in the root. The first entry, with an empty name, is the root itself."""
         if image is not None:
             return {"": str(self._image(image))}
         if spec.image_kind == "snapshot":
@@ -282,22 +283,22 @@ class OverlayRootfsBuilder:
             os.chmod(directory, mode)  # noqa: PTH101
 
     def _image(self, source: Path) -> Path:
-        """The files of an image, with root's shown as those of the sandbox's user, so that they can be overlaid."""
+        """Mount an image such that files of root belong to the sandbox's user, so that they can be overlaid."""
         if source not in self._images:
             target = self._home / f"image{len(self._images)}"
             target.mkdir()
             try:
                 attach_idmapped(source, target, self._userns())
-            except OSError:  # an older kernel or another file system: its system directories stay read-only inside
+            except OSError:  # not supported by the kernel or the file system: system directories stay read-only inside
                 mount(str(source), target, None, MS_BIND)
             self._images[source] = target
         return self._images[source]
 
     def _system_overlay(self, name: str) -> str:
-        """The lower layers of a system directory of the host: its upper directories, ours, on top of it.
+        """Return the lower layers of a system directory: empty copies of its upper directories, over the directory.
 
-        The host's files keep their owner, so what only root may read stays unreadable inside. New files, and renames
-        over old ones, are up to the directory, and the directories on top belong to the sandbox's user.
+        The host's files keep their owner, so files that only root may read stay unreadable inside. Whether files may be
+        created or replaced depends on the owner of the directory. The copies belong to the sandbox's user.
         """
         shell, host = self._home / f"system-{name}", self._home / f"host-{name}"
         host.mkdir()
@@ -310,7 +311,7 @@ class OverlayRootfsBuilder:
 
     def _bind_mount(self, source: Path, target: Path) -> Path:
         if not source.exists():
-            raise ResourceStartError(f"ContainerSpec(mounts=…): {source} is not there on this host.")
+            raise ResourceStartError(f"ContainerSpec(mounts=…): {source} does not exist on this host.")
         if source.is_dir():
             target.mkdir()
         else:
@@ -320,10 +321,10 @@ class OverlayRootfsBuilder:
 
 
 class BindRootfsBuilder:
-    """Roots that bubblewrap makes itself, for a user who cannot mount: system directories are read-only.
+    """Has bubblewrap build the root, for users who may not mount. System directories are read-only.
 
-    The private directories share the size limit: half of it is the workdir's, and the others have an eighth each. What
-    is written over an unpacked image elsewhere has no limit but the memory's.
+    The private directories share the size limit: half of it is for the workdir, and an eighth for each other directory.
+    Other writes over an unpacked image are limited only by the memory limit.
     """
 
     def build(self, spec: ContainerSpec, image: Path | None, scratch: Path, common: list[str]) -> list[str]:
@@ -340,22 +341,22 @@ class BindRootfsBuilder:
         arguments += ["--dev", "/dev"]
         for path, mode in dict(private_file_systems(spec)).items():
             if path in (spec.workdir, spec.home) and image is not None and (image / path[1:]).is_dir():
-                continue  # what the image has there is shown
+                continue  # the image's own directory is used
             size = spec.disk_limit // (2 if path == spec.workdir else 8)
             arguments += ["--size", str(size), "--perms", f"{mode:o}", "--tmpfs", path]
         for source, target in spec.mounts:
             if not Path(source).exists():
-                raise ResourceStartError(f"ContainerSpec(mounts=…): {source} is not there on this host.")
+                raise ResourceStartError(f"ContainerSpec(mounts=…): {source} does not exist on this host.")
             arguments += ["--ro-bind", source, target]
         sealed = ["--remount-ro", "/dev"] + ["--remount-ro", "/"] * (image is None)
         return [*arguments, *common, *sealed]
 
     def teardown(self, scratch: Path) -> None:
-        """Nothing: all of it ends with the sandbox."""
+        """Do nothing, because the root ends with the sandbox."""
 
 
 def _copy_directories(source: Path, target: Path, depth: int) -> None:
-    """Copy the directories that anybody may enter, without what is in them."""
+    """Copy the directories that every user may enter, without their files."""
     target.mkdir(exist_ok=True)
     if depth == 0:
         return

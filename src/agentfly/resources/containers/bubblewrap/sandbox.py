@@ -27,36 +27,36 @@ class SandboxGeneration:
 
     def __init__(self, launcher: Launcher, spec: ContainerSpec, scratch: Path) -> None:
         """Create a handle; nothing is started yet."""
-        self.bubble = BubblewrapProcess(launcher, spec, scratch)
+        self.process = BubblewrapProcess(launcher, spec, scratch)
         self.shell: PipeShell | None = None
         self._watchdog: MemoryWatchdog | None = None
         self._kills: OOMKillCounter | None = None
         self._ports: NamespaceSockets | None = None
 
     async def start(self) -> None:
-        """Start it. It may fail or be cancelled at any point; `stop` then removes what was created.
+        """Start the sandbox. This may fail or be cancelled at any point; `stop` then removes what was created.
 
         Raises:
-            ResourceStartError: it did not start.
+            ResourceStartError: the sandbox did not start.
         """
-        await self.bubble.start()
-        self.shell = PipeShell(self.bubble)
-        if self.bubble.cgroup is None:
-            self._watchdog = MemoryWatchdog(self.bubble, self.shell)
+        await self.process.start()
+        self.shell = PipeShell(self.process)
+        if self.process.cgroup is None:
+            self._watchdog = MemoryWatchdog(self.process, self.shell)
         else:
-            self._kills = OOMKillCounter(self.bubble.cgroup)
+            self._kills = OOMKillCounter(self.process.cgroup)
         try:
             await self.shell.ready()
         except ResourceDied:
             raise ResourceStartError(
-                f"The shell of the sandbox {self.bubble.name} ended before it was ready: {self.bubble.startup_log()}"
+                f"The shell of the sandbox {self.process.name} ended before it was ready: {self.process.startup_log()}"
             ) from None
 
     async def stop(self) -> None:
         """Kill every process, remove all resources, and return when they are gone. Idempotent.
 
         Raises:
-            OSError: something of it cannot be removed.
+            OSError: a resource cannot be removed.
         """
         if self._watchdog is not None:
             self._watchdog.close()
@@ -66,14 +66,14 @@ class SandboxGeneration:
             await self._ports.close()
         if self.shell is not None:
             self.shell.close()
-        await self.bubble.stop()
+        await self.process.stop()
 
     @property
     def alive(self) -> bool:
-        """Whether it takes commands, or its own processes caused its end."""
+        """Whether it takes commands, or was stopped for what its own processes did."""
         if self.shell is None:
             return False
-        return self.shell.own_doing is not None or not (self.shell.dead or self.bubble.has_exited)
+        return self.shell.own_doing is not None or not (self.shell.dead or self.process.has_exited)
 
     async def run(self, command: Command, timeout: float) -> CommandOutcome:
         """See `Sandbox.run`."""
@@ -90,7 +90,7 @@ class SandboxGeneration:
         if self.shell.own_doing is not None:
             return
         await self.shell.pause()
-        await self.bubble.freeze()
+        await self.process.freeze()
 
     async def thaw(self) -> None:
         """Resume every process."""
@@ -98,7 +98,7 @@ class SandboxGeneration:
         if self.shell.own_doing is not None:
             return
         try:
-            await self.bubble.thaw()
+            await self.process.thaw()
         finally:
             self.shell.resume()
 
@@ -107,7 +107,7 @@ class SandboxGeneration:
         assert self.shell is not None
         self.shell.check()
         if self._ports is None:
-            self._ports = NamespaceSockets(self.bubble)
+            self._ports = NamespaceSockets(self.process)
         return await self._ports.open(inside)
 
     def _memory_kills(self) -> int:
@@ -127,10 +127,10 @@ class BubblewrapSandbox(Sandbox):
         super().__init__(spec, instance)
         self._launcher = launcher
         self._home = launcher.instance_directory(instance)
-        self._generation_count = 0  # lives
-        self._generations: list[SandboxGeneration] = []  # of which something may be left
+        self._generation_count = 0
+        self._generations: list[SandboxGeneration] = []  # that are not removed yet
         self._generation: SandboxGeneration | None = None
-        self._next: asyncio.Task[SandboxGeneration | None] | None = None
+        self._standby: asyncio.Task[SandboxGeneration | None] | None = None
 
     async def start(self) -> None:
         """See `Sandbox.start`."""
@@ -145,16 +145,16 @@ class BubblewrapSandbox(Sandbox):
                 raise failure
         assert isinstance(begun, SandboxGeneration)
         self._generation = begun
-        if self._next is None:
-            self._next = asyncio.create_task(self._prepare_standby())
+        if self._standby is None:
+            self._standby = asyncio.create_task(self._prepare_standby())
 
     async def stop(self) -> None:
         """See `Sandbox.stop`."""
         self._generation = None
-        if self._next is not None:
-            self._next.cancel()
-            await asyncio.wait({self._next})
-            self._next = None
+        if self._standby is not None:
+            self._standby.cancel()
+            await asyncio.wait({self._standby})
+            self._standby = None
         ends = await asyncio.gather(*map(self._end, self._generations), return_exceptions=True)
         for failure in ends:
             if isinstance(failure, BaseException):
@@ -163,9 +163,9 @@ class BubblewrapSandbox(Sandbox):
             self._launcher.remove_instance_directory(self._home)
 
     @property
-    def bubble(self) -> BubblewrapProcess | None:
+    def process(self) -> BubblewrapProcess | None:
         """The bubblewrap process of the current generation."""
-        return self._generation.bubble if self._generation is not None else None
+        return self._generation.process if self._generation is not None else None
 
     @property
     def shell(self) -> PipeShell | None:
@@ -176,7 +176,7 @@ class BubblewrapSandbox(Sandbox):
     def workdir(self) -> str:
         """See `Sandbox.workdir`."""
         return (
-            self._launcher.workdir(self.spec, self._generation.bubble.scratch)
+            self._launcher.workdir(self.spec, self._generation.process.scratch)
             if self._generation
             else self.spec.workdir
         )
@@ -200,16 +200,16 @@ class BubblewrapSandbox(Sandbox):
 
     async def fork(self) -> SnapshotImage:
         """See `Sandbox.fork`."""
-        life = self._require_generation()
-        assert life.shell is not None
-        life.shell.check()
-        frozen = life.bubble.frozen
+        generation = self._require_generation()
+        assert generation.shell is not None
+        generation.shell.check()
+        frozen = generation.process.frozen
         try:
-            await life.freeze()
-            return await self._launcher.snapshot(life.bubble.scratch, self.spec, life.bubble.image)
+            await generation.freeze()
+            return await self._launcher.snapshot(generation.process.scratch, self.spec, generation.process.image)
         finally:
             if not frozen:
-                await life.thaw()
+                await generation.thaw()
 
     async def port(self, inside: int) -> tuple[str, int]:
         """See `Sandbox.port`."""
@@ -221,25 +221,25 @@ class BubblewrapSandbox(Sandbox):
         return self._generation
 
     async def _begin(self) -> SandboxGeneration:
-        life = SandboxGeneration(self._launcher, self.spec, self._home / str(self._generation_count))
+        generation = SandboxGeneration(self._launcher, self.spec, self._home / str(self._generation_count))
         self._generation_count += 1
-        self._generations.append(life)
-        await life.start()
-        return life
+        self._generations.append(generation)
+        await generation.start()
+        return generation
 
-    async def _end(self, life: SandboxGeneration | None) -> None:
-        if life is not None:
-            await life.stop()
-            if life in self._generations:
-                self._generations.remove(life)
+    async def _end(self, generation: SandboxGeneration | None) -> None:
+        if generation is not None:
+            await generation.stop()
+            if generation in self._generations:
+                self._generations.remove(generation)
 
     async def _next_generation(self) -> SandboxGeneration:
         """The generation that was started in advance, or a new one."""
-        ready, self._next = self._next, None
-        life = await ready if ready is not None else None
-        if life is not None and life.alive:
-            return life
-        await self._end(life)
+        ready, self._standby = self._standby, None
+        generation = await ready if ready is not None else None
+        if generation is not None and generation.alive:
+            return generation
+        await self._end(generation)
         return await self._begin()
 
     async def _prepare_standby(self) -> SandboxGeneration | None:

@@ -1,36 +1,36 @@
-# Process 1 of a sandbox. It keeps a shell alive that takes the session's commands, and a second one that starts
-# commands on their own. The session is told words of eight characters, a number with what it means before it:
+# Process 1 of a sandbox. It keeps two shells alive: the session, which runs commands in itself, and the spawner, which
+# starts commands in processes of their own. The session receives words of eight characters, a kind and a number:
 #
-#   g…           the session of that number takes over: whatever was asked before this is not for it
-#   c…           its commands print to the pipes of that number from now on
-#   i…           they read from the input of the command of that number; from none if it is 0
-#   0…           the command of that number begins, whose source is in the file "command"
+#   g…           the session of this number takes over; earlier words are not for it
+#   c…           its commands print to the pipes of this number from now on
+#   i…           its commands read the input of the command of this number; no input if it is 0
+#   0…           the command of this number starts; its script is in the file "command"
 #
-# and the starter lines of three numbers: of a command, which has a script to itself, of its pipes, and that of its
-# input, or 0. What both report to the host, one line each:
+# The spawner receives lines of three numbers: the command, which has a script of its own, its pipes, and its input or
+# 0. Both report to the host, one line per report:
 #
-#   h PID ID     a session is ready; its process id inside, and the command that the one before was asked and did not
-#                begin, or 0
-#   f PID        the starter is ready
-#   b ID PID     command ID begins in process PID, which is its own
-#   d ID N       command ID is done with exit code N
-#   e N K M      the session has ended with exit code N; session M follows, with its variables if K is 1
+#   h PID ID     a session is ready: its process id inside, and the command that the previous session received and did
+#                not start, or 0
+#   f PID        the spawner is ready
+#   b ID PID     command ID starts in process PID of its own
+#   d ID N       command ID has ended with exit code N
+#   e N K M      the session has exited with code N; session M follows, with its variables if K is 1
 #
-# Arguments: limit of processes, limit of private memory of a process in KiB (0: set elsewhere).
+# Arguments: the limit of processes, and the limit of a process's private memory in KiB (0: set elsewhere).
 
 (($1 == 0)) || ulimit -u "$1"
 (($2 == 0)) || ulimit -d "$2"
 set --
-# Where it is not the kernel's process 1, it would end by one of these. It ignores them, for bash may forget of a child
-# that it has ended if a trap runs just then; what is not to ignore them says so.
+# Without a PID namespace, these signals would end it. It ignores them instead of trapping them, because bash may miss
+# the exit of a child while a trap runs. Its children restore the defaults.
 __agentfly_signals="HUP INT QUIT USR1 USR2 ALRM TERM"
 trap '' $__agentfly_signals
-exec 200<&0 201>&1 202<>/run/agentfly/starts </dev/null >/dev/null 2>&1
+exec 200<&0 201>&1 202<>/run/agentfly/spawn </dev/null >/dev/null 2>&1
 
-# Open a file as descriptor 242 (the input of the session's commands), 243 or 244 (their outputs), of which no program
-# that is executed sees anything. Bash cannot mark a descriptor as close-on-exec, but the copy that it keeps of one that
-# a block redirects is so marked, and so are copies of that. Below that copy is 247: the lowest that is free above 245.
-# What was open before is closed last: a pipe that nobody has open is at its end for the host, who stops reading it.
+# Open a file as descriptor 242 (the input of the session's commands), 243 or 244 (their outputs), invisible to executed
+# programs. Bash cannot mark a descriptor as close-on-exec. But when a block redirects a descriptor, bash saves a copy
+# that is close-on-exec, and so are copies of it. Bash puts the saved copy at the lowest free descriptor above 245: at
+# 247. The old file is closed last: the host stops reading a pipe that no process has open, because it is at EOF.
 __agentfly_open() {
     builtin unset -f exec
     case $1 in
@@ -41,7 +41,7 @@ __agentfly_open() {
     exec 245<&- 246<&-
 }
 
-# Do what a word says that is not about a command.
+# Handle a word that is not the start of a command.
 __agentfly_connect() {
     local __agentfly_number=$((10#${1:1}))
     case $1 in
@@ -54,8 +54,9 @@ __agentfly_connect() {
     esac
 }
 
-# Write down the variables, functions and directory of a session that ends, for the next one. Not those of bash itself,
-# some of which cannot be set. A signal that came before the next command may end the session after it has read of it.
+# Save the variables, functions and directory of a session that exits, for the next one. Bash's own variables are left
+# out, because some of them cannot be set. A late signal may end the session after it has received the next command, so
+# the number of that command is saved too.
 __agentfly_keep() {
     builtin set +eux
     local __agentfly_name
@@ -73,7 +74,7 @@ __agentfly_keep() {
     } >/tmp/.session 2>/dev/null || : >/tmp/.session
 }
 
-# What follows "set -m" has a process group of its own, so that "kill 0" reaches nobody but who says it.
+# After "set -m", each child has a process group of its own, so "kill 0" of a command reaches only that command.
 __agentfly_number=0
 while :; do
     set -m
@@ -94,7 +95,7 @@ while :; do
                 . /tmp/.session </dev/null >/dev/null
                 rm -f /tmp/.session
             fi
-            unset __agentfly_session __agentfly_starter __agentfly_code __agentfly_signals
+            unset __agentfly_session __agentfly_spawner __agentfly_code __agentfly_signals
             trap __agentfly_keep EXIT
             trap 'exit 143' TERM
             while builtin read -r -N 8 __agentfly_id; do
@@ -112,14 +113,14 @@ while :; do
                     builtin . /run/agentfly/command
                 } <&242 >&243 2>&244
                 __agentfly_code=$?
-                ((__agentfly_ran)) || exit 126 # a command before has closed what this one needs
+                ((__agentfly_ran)) || exit 126 # an earlier command has closed descriptors that this one needs
                 builtin echo "d $__agentfly_id $__agentfly_code" || exit
                 __agentfly_ran=0
             done
         ) &
         __agentfly_session=$!
     fi
-    if ! kill -0 "$__agentfly_starter"; then
+    if ! kill -0 "$__agentfly_spawner"; then
         (
             exec 200<&-
             printf 'f %s\n' "$BASHPID" >&201
@@ -138,8 +139,8 @@ while :; do
                 ) &
             done
         ) &
-        __agentfly_starter=$!
+        __agentfly_spawner=$!
     fi
-    set +m # who waits is not to hear of those that are stopped
-    wait -n # for either; those that other processes left to process 1 are reaped without a word
+    set +m # stopped children must not end the wait
+    wait -n # for either; orphans of other processes are reaped silently
 done

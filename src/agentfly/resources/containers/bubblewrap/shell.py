@@ -2,8 +2,8 @@
 
 The session is a bash that runs each command in itself, so its directory and variables persist. It keeps its output
 pipes until a command leaves a process behind that holds them too. The next command then gets new pipes, and later
-output of that process is discarded. Commands in processes of their own have pipes of their own. The end of a command is
-reported on a pipe of the shell's, so nobody waits for the end of its output.
+output of that process is discarded. Each command in a process of its own has pipes of its own. The end of a command is
+reported on another pipe, so the shell never waits for EOF.
 """
 
 from __future__ import annotations
@@ -23,59 +23,62 @@ from agentfly.resources.containers.command import Command, CommandOutcome
 from agentfly.resources.containers.shell import flooded_error
 from agentfly.resources.process.procfs import children
 
-_KEEP_GRACE_S = 0.5  # for a session to keep its variables once its command has been killed
+_KEEP_GRACE_S = 0.5  # for a session to save its variables after a kill
 _RESTART_GRACE_S = 5.0
-_SWEEPS = 10
-_LONGEST_NUMBER = 10**7  # that a word of the session can hold
+_KILL_ROUNDS = 10
+_MAX_NUMBER = 10**7  # words of the session have seven digits
 
 
 class PipeShell:
     """The host's side of a sandbox's shell.
 
-    Data from inside is never trusted. All processes of a sandbox run as one user, so any of them can write what the
-    shell
-    would write. A forged report can fake the end of a command or its exit code. It cannot reach beyond the sandbox or
-    block
-    the event loop. A sandbox whose processes flood the shell's pipes is stopped.
+    Data from inside is never trusted. All processes of a sandbox run as one user, so any of them can write to the
+    shell's pipes. A forged report can fake the end of a command or its exit code. It can neither affect anything
+    outside the sandbox nor block the event loop. A sandbox whose processes flood the shell's pipes is stopped.
+
+    Attributes:
+        own_doing: the error of every call, once the sandbox was stopped for what its own processes did.
     """
 
-    def __init__(self, bubble: BubblewrapProcess) -> None:
+    def __init__(self, process: BubblewrapProcess) -> None:
         """Attach to a sandbox that has been started."""
-        assert bubble.launched is not None
-        assert bubble.processes is not None
-        self._bubble = bubble
-        self._launcher = bubble.launcher
-        self._exchange = ShellDirectory(bubble.shell_directory, bubble.launcher)
-        self._processes = bubble.processes
-        self._requests = bubble.launched.requests
-        self._starts = self._exchange.open_spawn_pipe()
-        self._names = itertools.count(1)
+        assert process.launched is not None
+        assert process.pid_namespace is not None
+        self._process = process
+        self._launcher = process.launcher
+        self._shell_directory = ShellDirectory(process.shell_directory, process.launcher)
+        self._processes = process.pid_namespace
+        self._requests = process.launched.requests
+        self._spawn_pipe = self._shell_directory.open_spawn_pipe()
+        self._numbers = itertools.count(1)
         self._running: dict[int, PipeCommand] = {}
         self._kills: set[asyncio.Task[None]] = set()
-        self._turn = asyncio.Lock()  # the session takes one command at a time
-        self._going = asyncio.Event()  # the sandbox is not frozen
-        self._going.set()
-        self._keepers = ShellProcesses(
+        self._session_lock = asyncio.Lock()  # the session takes one command at a time
+        self._thawed = asyncio.Event()  # set unless the sandbox is frozen
+        self._thawed.set()
+        self._shell_processes = ShellProcesses(
             self._processes,
-            bubble.launcher,
-            session_began=self._session_began,
-            starter_began=self._starter_began,
+            process.launcher,
+            session_started=self._session_started,
+            spawner_started=self._spawner_started,
         )
-        self._known: frozenset[int] = frozenset()  # what was below the two before the last command of the session
-        self._ready = asyncio.Event()  # there is a session
-        self._session_works = False  # the session has finished a command since it began
-        self._end_of_session = (0, False)  # exit code of the one before, and whether its variables were kept
+        self._known_pids: frozenset[int] = (
+            frozenset()
+        )  # children of process 1 and of the session before its last command
+        self._ready = asyncio.Event()  # set while there is a session
+        self._session_works = False  # whether this session has finished a command
+        self._end_of_session = (0, False)  # exit code of the last session, and whether its variables were saved
         self._unconfirmed: PipeCommand | None = None  # sent to the last session, which may not have started it
-        self._directory = ""  # where the next command must go first, because its session could not keep it
+        self._next_directory = ""  # where the next command must start, because its session did not save it
         self._exit_cause: str | None = None
-        self.own_doing: SandboxEnded | None = None  # why its own processes caused its end
+        self.own_doing: SandboxEnded | None = None
         self._reports = ReportReader(
-            bubble.launched.reports,
+            process.launched.reports,
             report=self._report,
             ended=self._ended,
             flooded=self._flood,
         )
-        self._connected: tuple[int, int] | None = None  # the numbers of the session's pipes and input
+        self._connected: tuple[int, int] | None = None  # the numbers of the session's pipes and of its input
         self._send(b"g%07d" % 1)
 
     async def ready(self) -> None:
@@ -88,86 +91,86 @@ class PipeShell:
         self.check()
 
     async def run(self, command: Command, timeout: float) -> CommandOutcome:
-        """Run a command and wait for it, for at most `timeout` seconds; then it is killed with all that it started.
+        """Run a command. After `timeout` seconds, kill it with all processes that it started.
 
         Raises:
             ResourceDied: the sandbox ended before the command did.
-            SandboxEnded: it was ended for what its processes did.
+            SandboxEnded: the sandbox was stopped for what its processes did.
             ResourceError: the host has no room for the command's input, or too many files open.
         """
         if command.new_process:
             return await self._run(command, timeout)
-        async with self._turn:
+        async with self._session_lock:
             return await self._run(command, timeout)
 
     def close(self) -> None:
-        """Release the sandbox, which is about to end or has ended."""
+        """Detach from the sandbox, which is about to end or has ended."""
         self._die("it was released or reset")
-        self._exchange.close()
-        self._keepers.close()
-        if self._starts >= 0:
-            os.close(self._starts)
-            self._starts = -1
+        self._shell_directory.close()
+        self._shell_processes.close()
+        if self._spawn_pipe >= 0:
+            os.close(self._spawn_pipe)
+            self._spawn_pipe = -1
 
     async def pause(self) -> None:
-        """Prepare for a freeze: wait for commands that are being killed, and stop the clocks of the others.
+        """Prepare for a freeze: wait for pending kills, and stop the clocks of running commands.
 
-        Killing a command needs processes inside, so none is killed before `resume`.
+        Killing a command needs processes inside, so no kill starts before `resume`.
         """
         while self._kills:
             await asyncio.wait(self._kills)
         if not self.dead:
-            self._going.clear()
+            self._thawed.clear()
         for running in self._running.values():
             running.time.pause()
 
     def resume(self) -> None:
         """Restart the clocks after a thaw."""
-        self._going.set()
+        self._thawed.set()
         for running in self._running.values():
             running.time.resume()
 
     @property
     def shell_pids(self) -> set[int]:
-        """The host's ids of the processes that the shell itself consists of, beside process 1."""
-        return self._keepers.pids
+        """The host's process ids of the shell itself, without process 1."""
+        return self._shell_processes.pids
 
     async def _run(self, command: Command, timeout: float) -> CommandOutcome:
-        if self._kills:  # the end of a command whose caller has left
+        if self._kills:  # commands whose caller was cancelled
             await asyncio.wait(self._kills)
         self.check()
-        name = next(self._names)
-        directory = self._directory if not command.new_process else ""
+        name = next(self._numbers)
+        directory = self._next_directory if not command.new_process else ""
         try:
-            await self._exchange.write_command(name, command, directory)
+            await self._shell_directory.write_command(name, command, directory)
             self.check()
             if directory:
-                self._directory = ""
+                self._next_directory = ""
             running = self._begin(name, command)
             try:
                 exit_code = await self._end_of(running, timeout)
             finally:
-                if running.exit_code is not None or not running.new_process:  # otherwise it is just being killed
+                if running.exit_code is not None or not running.new_process:  # otherwise it is being killed
                     self._running.pop(name, None)
-                self._exchange.finish_output(running.pipes)
+                self._shell_directory.finish_output(running.pipes)
         finally:
-            self._exchange.remove_command(name)
+            self._shell_directory.remove_command(name)
         self.check()
         return running.outcome(exit_code)
 
     def _begin(self, name: int, command: Command) -> PipeCommand:
-        """Ask for a command whose script and input are in place."""
-        before = self._keepers.children(of_session=not command.new_process)
+        """Request the start of a command whose script and input are written."""
+        before = self._shell_processes.children(of_session=not command.new_process)
         try:
             if command.new_process:
-                number, pipes = self._exchange.new_pipes()
+                number, pipes = self._shell_directory.new_pipes()
             else:
-                # a process that still holds the session's pipes was started by the last command, or descends from one
-                # that was
-                shared = before != self._known and bool(before - self._known - self.shell_pids)
-                number, pipes = self._exchange.session_pipes(anew=shared)
-                self._known = before
-            running = PipeCommand(name, command, pipes, before, frozen=not self._going.is_set())
+                # a process that still holds the session's pipes was started by the last command, or descends from such
+                # a process
+                shared = before != self._known_pids and bool(before - self._known_pids - self.shell_pids)
+                number, pipes = self._shell_directory.session_pipes(fresh=shared)
+                self._known_pids = before
+            running = PipeCommand(name, command, pipes, before, frozen=not self._thawed.is_set())
         except OSError as error:
             raise ResourceError(f"The output of a command could not be connected: {error}") from error
         self._running[name] = running
@@ -176,8 +179,8 @@ class PipeShell:
         return running
 
     async def _end_of(self, running: PipeCommand, timeout: float) -> int | None:
-        """Wait for the end of a command; None if it had to be killed because it ran out of time."""
-        self._reports.look()  # it may have ended at once
+        """Wait for the end of a command. Return None if it was killed at its time limit."""
+        self._reports.poll()  # it may have ended already
         try:
             exit_code = await running.wait(timeout)
             if exit_code is None:
@@ -189,12 +192,12 @@ class PipeShell:
         return exit_code
 
     def _request(self, running: PipeCommand) -> None:
-        """Have a command begin."""
+        """Send the request to start a command."""
         self._reports.add_request()
         pipes, given = running.connections
         if running.new_process:
-            # a starter that is just being killed may still take one byte: the empty line is for that one
-            self._send(b"\n%d %d %d\n" % (running.number, pipes, given), self._starts)
+            # a spawner that is being killed may still read one byte: the empty line is for it
+            self._send(b"\n%d %d %d\n" % (running.number, pipes, given), self._spawn_pipe)
         elif self._connected == running.connections:
             self._send(b"%08d" % running.number)
         else:
@@ -204,22 +207,22 @@ class PipeShell:
     def _send(self, words: bytes, pipe: int | None = None) -> None:
         try:
             os.write(self._requests if pipe is None else pipe, words)
-        except BlockingIOError:  # our requests are read one by one, so another process has written there
+        except BlockingIOError:  # our requests are read one by one, so another process filled the pipe
             self._flood()
         except OSError as error:
             self._die(f"its shell takes no more commands ({error})")
 
     def check(self) -> None:
-        """Check that it takes commands.
+        """Check that the sandbox takes commands.
 
         Raises:
             ResourceDied: the sandbox ended.
-            SandboxEnded: its processes caused its end.
+            SandboxEnded: the sandbox was stopped for what its processes did.
         """
         if self.own_doing is not None:
             raise type(self.own_doing)(*self.own_doing.args)
         if self._exit_cause is not None:
-            raise ResourceDied(f"The sandbox {self._bubble.name} is gone: {self._exit_cause}.")
+            raise ResourceDied(f"The sandbox {self._process.name} is gone: {self._exit_cause}.")
 
     # --- reports ----------------------------------------------------------------------------------------------------
 
@@ -232,22 +235,22 @@ class PipeShell:
             case b"b", [name, process]:
                 if running := self._running.get(name):
                     running.started, running.process = True, process
-            case b"h", [inside, asked] if self._keepers.session is None:  # nobody waits for another
-                self._keepers.session_reported(inside, asked)
+            case b"h", [inside, asked] if self._shell_processes.session is None:  # otherwise it is forged
+                self._shell_processes.session_reported(inside, asked)
             case b"f", [inside]:
-                self._keepers.starter_reported(inside)
-            case b"e", [exit_code, kept, number] if exit_code in range(256) and number < _LONGEST_NUMBER:
-                if not self._keepers.session_lives:
+                self._shell_processes.spawner_reported(inside)
+            case b"e", [exit_code, kept, number] if exit_code in range(256) and number < _MAX_NUMBER:
+                if not self._shell_processes.session_lives:
                     self._session_ended(exit_code, bool(kept), number)
 
-    def _starter_began(self, present: set[int]) -> None:
-        """What was started before it may have been killed with the one before."""
+    def _spawner_started(self, present: set[int]) -> None:
+        """Finish the commands that were killed with the previous spawner."""
         for running in self._running.values():
             if running.process and running.process not in present:
                 running.finish(137)
 
-    def _session_began(self, asked: int) -> None:
-        """A session is ready. Nobody has begun the command `asked`, for by then the session before had ended."""
+    def _session_started(self, asked: int) -> None:
+        """Handle a new session. The previous one exited without starting the command `asked`."""
         self._session_works = False
         self._ready.set()
         running, self._unconfirmed = self._unconfirmed, None
@@ -259,8 +262,8 @@ class PipeShell:
             return
         exit_code, kept = self._end_of_session
         if not kept:
-            where = self._directory or self._bubble.spec.workdir
-            running.note = f"the shell was started anew in {where}; its variables and functions are lost"
+            where = self._next_directory or self._process.spec.workdir
+            running.note = f"the shell was restarted in {where}; its variables and functions are lost"
         running.finish(exit_code)
 
     def _request_again(self, running: PipeCommand) -> None:
@@ -273,7 +276,7 @@ class PipeShell:
 
     def _session_ended(self, exit_code: int, kept: bool, number: int) -> None:
         self._ready.clear()
-        self._keepers.session_ended()
+        self._shell_processes.session_ended()
         self._end_of_session = (exit_code, kept)
         self._unconfirmed = next((running for running in self._running.values() if not running.new_process), None)
         self._connected = None
@@ -288,18 +291,18 @@ class PipeShell:
         """Stop the sandbox because its processes flooded the pipes."""
         if not self.dead:
             self.own_doing = flooded_error()
-            self._die("its processes flooded it")
-            self._bubble.kill()
+            self._die("its processes flooded the channels of its shell")
+            self._process.kill()
 
     def _ended(self) -> None:
         """Handle the exit of process 1, and so of all processes."""
-        if not self.dead and self._bubble.ran_out_of_memory:
+        if not self.dead and self._process.ran_out_of_memory:
             self.own_doing = SandboxOutOfMemory(
-                f"The sandbox was ended, because what runs in it took more than its memory limit of "
-                f"{self._bubble.spec.memory_limit} bytes, until nothing else could be killed. No command can be run in "
-                "it any more, and its files are lost."
+                f"The sandbox was stopped, because its processes took more than its memory limit of "
+                f"{self._process.spec.memory_limit} bytes, until nothing else could be killed. It runs no more "
+                "commands, and its files are lost."
             )
-        self._die(self._bubble.exit_cause())
+        self._die(self._process.exit_cause())
 
     def _die(self, cause: str) -> None:
         if self.dead:
@@ -307,7 +310,7 @@ class PipeShell:
         self._exit_cause = cause
         self._reports.close()
         self._ready.set()
-        self._going.set()
+        self._thawed.set()
         for running in self._running.values():
             running.finish(137)
 
@@ -320,7 +323,7 @@ class PipeShell:
         return task
 
     async def _kill(self, running: PipeCommand) -> None:
-        await self._going.wait()
+        await self._thawed.wait()
         try:
             if not self.dead:
                 await (self._kill_process(running) if running.new_process else self._kill_in_session(running))
@@ -329,32 +332,32 @@ class PipeShell:
                 self._running.pop(running.number, None)
 
     async def _kill_in_session(self, running: PipeCommand) -> None:
-        """Kill what the command started, and make the session give up the command, keeping its variables if it can."""
-        session = self._keepers.session
+        """Kill the command's processes and make the session abandon it, keeping its variables if possible."""
+        session = self._shell_processes.session
         if session is None:
             await self._restarted(_RESTART_GRACE_S)
             return
         self._ready.clear()
-        if self._session_works:  # a session that never finished anything may be one that cannot
+        if self._session_works:  # a session that never finished a command may be broken
             await self._launcher.run_blocking(self._kill_processes, running, session, signal.SIGTERM)
             if await self._restarted(_KEEP_GRACE_S):
                 return
-        self._directory = await self._launcher.run_blocking(self._directory_of, session)
+        self._next_directory = await self._launcher.run_blocking(self._directory_of, session)
         await self._launcher.run_blocking(self._kill_processes, running, session, signal.SIGKILL)
         if not await self._restarted(_RESTART_GRACE_S):
-            self._bubble.kill()
+            self._process.kill()
 
     async def _kill_process(self, running: PipeCommand) -> None:
-        """Kill a command that has a process of its own."""
+        """Kill a command that runs in a process of its own."""
         await self._launcher.run_blocking(self._kill_processes, running, None, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(running.ended(), _KEEP_GRACE_S)
-        if not running.started:  # somebody inside may have stopped the starter, perhaps before it said that it is ready
-            for keeper in children(self._processes.init_pid):
-                self._processes.signal(keeper, signal.SIGCONT)
-        session, starter = self._keepers.session, self._keepers.starter
-        if not running.started and session is not None and starter not in children(self._processes.init_pid):
-            self._processes.signal(session, signal.SIGKILL)  # what follows a session brings the starter back
+        if not running.started:  # a process inside may have stopped the spawner, perhaps before its report
+            for pid in children(self._processes.init_pid):
+                self._processes.signal(pid, signal.SIGCONT)
+        session, spawner = self._shell_processes.session, self._shell_processes.spawner
+        if not running.started and session is not None and spawner not in children(self._processes.init_pid):
+            self._processes.signal(session, signal.SIGKILL)  # when the session restarts, so does the spawner
         running.finish(137)
 
     async def _restarted(self, patience_s: float) -> bool:
@@ -365,21 +368,20 @@ class PipeShell:
         return True
 
     def _kill_processes(self, running: PipeCommand, session: int | None, number: signal.Signals) -> None:
-        """Kill all processes of a command, including those that left its process tree; then signal the session, if
-        given.
+        """Kill all processes of a command, including orphans; then signal the session, if one is given.
 
-        Processes that left the tree of a concurrent command cannot be told apart, and are killed too.
+        Orphans of a concurrent command cannot be distinguished, so they are killed too.
         """
-        first, starter = self._processes.init_pid, self._keepers.starter
+        init_pid, spawner = self._processes.init_pid, self._shell_processes.spawner
         parent: int | None = session
         if session is not None:
-            self._processes.signal(session, signal.SIGSTOP)  # it must not go on to the command's next line
-        elif running.process and starter is not None:
-            parent = self._processes.host_pid(running.process, starter)
-        spared = running.excluded_pids | self._keepers.pids
-        for _ in range(_SWEEPS):
+            self._processes.signal(session, signal.SIGSTOP)  # it must not run the command's next line
+        elif running.process and spawner is not None:
+            parent = self._processes.host_pid(running.process, spawner)
+        spared = running.excluded_pids | self._shell_processes.pids
+        for _ in range(_KILL_ROUNDS):
             roots = set(children(parent)) if parent is not None else set()
-            roots = (roots | set(children(first))) - spared
+            roots = (roots | set(children(init_pid))) - spared
             if not roots:
                 break
             self._processes.kill_trees(roots)

@@ -23,33 +23,31 @@ from agentfly.resources.containers.shell import PendingCommand
 
 _CHUNK = 65536
 _DISCARD_PAUSE_S = 0.02
-_DRAIN = 4  # chunks; a pipe holds one, and somebody else may be filling it for ever
-_STALE = 32  # chunks; the most that a pipe can be made to hold is half of that
+_DRAIN = 4  # chunks; a pipe holds one, and another process may refill it endlessly
+_STALE = 32  # chunks; a pipe can be enlarged to half of that
 
 
 class OutputPipes:
-    """The pipes of one command at a time, for stdout and stderr, each read as it fills into a bounded buffer.
+    """The stdout and stderr pipes of one command at a time, each read into a bounded buffer.
 
     A process that outlives its command may go on printing. That output is read slowly and discarded, so the process
-    neither
-    fails nor delays anything. Once nobody can write to them any more, the pipes serve the next command. The session's
-    pipes
-    also serve it again while only the session can write to them.
+    neither fails nor delays anything. The pipes serve another command once all their writers have closed them. The
+    session's pipes serve it again while only the session can write to them.
     """
 
     def __init__(self, path: str, owner: int | None) -> None:
         """Create the pipes at `path` with ``.out`` and ``.err`` appended.
 
         Args:
-            path: where, on the host.
-            owner: the host's user that writes to them; None for this one.
+            path: the path on the host.
+            owner: the host's user that writes to them; None for this user.
         """
         self._poll = select.poll()
         self._out, self._err = (_PipeReader(path + suffix, owner, self._poll) for suffix in (".out", ".err"))
         self._in_use = False
 
     def start(self, stdout: BoundedOutput, stderr: BoundedOutput) -> None:
-        """Collect the output of the next command. Output that is still in the pipes is discarded.
+        """Collect the output of the next command. Discard what is still in the pipes.
 
         Raises:
             OSError: this process has too many files open.
@@ -84,7 +82,7 @@ class OutputPipes:
             raise
 
     def finish(self) -> None:
-        """Read what the command wrote before it ended. Later output is discarded."""
+        """Read the rest of the command's output. Later output is discarded."""
         if self._poll.poll(0):
             self._out.drain(_DRAIN)
             self._err.drain(_DRAIN)
@@ -93,16 +91,16 @@ class OutputPipes:
 
     @property
     def free(self) -> bool:
-        """Whether their command is finished and nobody can write to them."""
+        """Whether their command is finished, and no process can write to them."""
         return not (self._in_use or self._out.reading or self._err.reading)
 
     @property
     def lingering(self) -> bool:
-        """Whether their command is finished, and somebody can still write to them."""
+        """Whether their command is finished, and a process can still write to them."""
         return not self._in_use and (self._out.reading or self._err.reading)
 
     def close(self) -> None:
-        """Stop reading for good. A process that still writes gets an error."""
+        """Stop reading. A process that still writes gets an error."""
         self._out.remove()
         self._err.remove()
 
@@ -115,7 +113,7 @@ class _PipeReader:
         self.output: BoundedOutput | None = None
         self._path = path
         self._loop = asyncio.get_running_loop()
-        self._poll = poll  # knows the descriptor while there is one
+        self._poll = poll  # has the descriptor while it is open
         self._descriptor = -1
         self._pause: asyncio.TimerHandle | None = None
 
@@ -141,8 +139,8 @@ class _PipeReader:
 
     def remove(self) -> None:
         self.close()
-        with contextlib.suppress(OSError):  # gone, or where a sandbox has closed the directory to all
-            os.unlink(self._path)  # noqa: PTH108  (who has it open must not write into the next command's)
+        with contextlib.suppress(OSError):  # it is gone, or the sandbox has made its directory inaccessible
+            os.unlink(self._path)  # noqa: PTH108  (a writer of this pipe must not reach the next one of this name)
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -155,7 +153,7 @@ class _PipeReader:
             self._descriptor = -1
 
     def _read(self) -> bool:
-        """Read once; False if there is nothing, or no writer is left."""
+        """Read once. Return False if the pipe is empty or has no writer."""
         try:
             chunk = os.read(self._descriptor, _CHUNK)
         except BlockingIOError:
@@ -168,7 +166,7 @@ class _PipeReader:
         return True
 
     def _readable(self) -> None:
-        if self._read() and self.output is None:  # slow down endless output, which would keep the event loop busy
+        if self._read() and self.output is None:  # slow down discarded output, which may be endless
             self._loop.remove_reader(self._descriptor)
             self._pause = self._loop.call_later(_DISCARD_PAUSE_S, self._go_on)
 
@@ -186,7 +184,7 @@ def _open_pipe(path: str) -> int:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.ENXIO, "that is no pipe any more", path)
+        raise OSError(errno.ENXIO, "this is no longer a pipe", path)
     return descriptor
 
 
@@ -217,7 +215,7 @@ class PipeCommand(PendingCommand):
 
 
 MAX_LINGERING_PIPES = 8
-_AT_ONCE = 64 * 1024  # bytes written on the event loop; more is written aside
+_INLINE_BYTES = 64 * 1024  # written on the event loop; longer content is written on a thread
 
 
 class ShellDirectory:
@@ -227,40 +225,40 @@ class ShellDirectory:
         """Attach to the directory of a started sandbox."""
         self._directory = str(directory)
         self._launcher = launcher
-        self._inside = launcher.shell_mount(directory)
-        self._files: dict[int, list[str]] = {}  # by command
-        self._pipes: dict[int, OutputPipes] = {}  # the one used last comes last
+        self._mounted_at = launcher.shell_mount(directory)
+        self._files: dict[int, list[str]] = {}  # paths by command
+        self._pipes: dict[int, OutputPipes] = {}  # by number; the last used comes last
         self._numbers = itertools.count()
-        self._of_the_session = -1
-        self._of_the_session = self._unused()
+        self._session_number = -1
+        self._session_number = self._unused()
         self._script = self._create("command")
         self._script_length = 0
         self._closed = False
 
     def open_spawn_pipe(self) -> int:
-        """Open the pipe to the starter of commands in processes of their own."""
-        return os.open(f"{self._directory}/starts", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        """Open the pipe to the spawner, which starts commands in processes of their own."""
+        return os.open(f"{self._directory}/spawn", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     async def write_command(self, name: int, command: Command, directory: str) -> None:
-        """Write the script of a command, and its input. `remove_command` removes them, however far this has come.
+        """Write the script and the input of a command. `remove_command` removes them, even after a failure here.
 
-        The session's script is always the same file. The session reads it whole before it runs any of it.
+        The session's script is always the same file, which the session reads whole before it runs it.
 
         Args:
             name: the command's number.
             command: what to run.
-            directory: where the session changes to first; empty for nowhere.
+            directory: the directory that the session changes to first; empty for none.
 
         Raises:
-            ResourceError: the host has no room for it.
+            ResourceError: the host has no room for them.
             ResourceDied: the directory is closed.
         """
         self._check()
-        script, before = command.source, command.prelude
-        if before or (len(script) > _AT_ONCE and not command.new_process):
+        script, prelude = command.source, command.prelude
+        if prelude or (len(script) > _INLINE_BYTES and not command.new_process):
             await self._write(name, "cmd", script)
-            script = b"builtin . %s/%d.cmd" % (os.fsencode(self._inside), name)
-            script = b"( %s; %s )" % (before, script) if before else script
+            script = b"builtin . %s/%d.cmd" % (os.fsencode(self._mounted_at), name)
+            script = b"( %s; %s )" % (prelude, script) if prelude else script
         if directory:
             script = f"cd -- {shlex.quote(directory)} 2>/dev/null; ".encode("utf-8", "surrogateescape") + script
         if command.new_process:
@@ -271,33 +269,33 @@ class ShellDirectory:
             await self._write(name, "in", command.stdin)
 
     def remove_command(self, name: int) -> None:
-        """Remove what was written for a command: a request that was never read must not run later."""
+        """Remove the files of a command. A request that was never read must not run later."""
         for path in self._files.pop(name, ()):
-            with contextlib.suppress(OSError):  # removed with the sandbox, or will be
+            with contextlib.suppress(OSError):  # it is removed with the sandbox
                 os.unlink(path)  # noqa: PTH108  (for each command, and pathlib is slow)
 
     def new_pipes(self) -> tuple[int, OutputPipes]:
-        """Pipes that nobody else can write to, and their number."""
+        """Return the number of unused pipes, and the pipes."""
         number = self._unused()
         return number, self._pipes[number]
 
-    def session_pipes(self, *, anew: bool) -> tuple[int, OutputPipes]:
-        """The pipes that the session holds, and their number.
+    def session_pipes(self, *, fresh: bool) -> tuple[int, OutputPipes]:
+        """Return the number of the session's pipes, and the pipes.
 
         Args:
-            anew: others than before, because somebody else may hold those too.
+            fresh: whether to use other pipes than before, because another process may hold those too.
         """
-        if anew:
-            self._of_the_session = self._unused()
-        return self._of_the_session, self._pipes[self._of_the_session]
+        if fresh:
+            self._session_number = self._unused()
+        return self._session_number, self._pipes[self._session_number]
 
     def finish_output(self, pipes: OutputPipes) -> None:
-        """End the collection of a command's output. Processes that it left behind may go on printing, within bounds."""
+        """Stop collecting a command's output. Processes that outlive it may go on printing, within bounds."""
         pipes.finish()
         if len(self._pipes) > MAX_LINGERING_PIPES:
-            held = self._of_the_session
-            left_behind = [number for number, pipes in self._pipes.items() if pipes.lingering and number != held]
-            for number in left_behind[:-MAX_LINGERING_PIPES]:
+            held = self._session_number
+            lingering = [number for number, pipes in self._pipes.items() if pipes.lingering and number != held]
+            for number in lingering[:-MAX_LINGERING_PIPES]:
                 self._pipes.pop(number).close()
 
     def close(self) -> None:
@@ -311,8 +309,8 @@ class ShellDirectory:
         self._pipes.clear()
 
     def _unused(self) -> int:
-        """The number of pipes that nobody can write to and that are not the session's."""
-        held = self._of_the_session
+        """Return the number of pipes that no process can write to and that are not the session's."""
+        held = self._session_number
         number = next((number for number, pipes in self._pipes.items() if pipes.free and number != held), None)
         if number is None:
             number = next(self._numbers)
@@ -323,7 +321,7 @@ class ShellDirectory:
         return number
 
     def _rewrite(self, script: bytes) -> None:
-        """Make `script` the session's next script."""
+        """Write the session's next script."""
         self._check()
         try:
             written = os.pwrite(self._script, script, 0)
@@ -340,15 +338,15 @@ class ShellDirectory:
         try:
             descriptor = self._create(f"{name}.{suffix}")
             self._files.setdefault(name, []).append(f"{self._directory}/{name}.{suffix}")
-            if len(content) <= _AT_ONCE:
+            if len(content) <= _INLINE_BYTES:
                 _fill(descriptor, content)
-            else:  # if the caller is cancelled, the thread goes on to close the file, which is removed by then
+            else:  # after a cancellation, the thread still closes the file, which is then removed already
                 await asyncio.shield(self._launcher.run_blocking(_fill, descriptor, content))
         except OSError as error:
             raise self._no_room(content, error) from error
 
     def _create(self, name: str) -> int:
-        """A new file that the sandbox can read."""
+        """Create a file that the sandbox can read. Return its descriptor."""
         descriptor = os.open(f"{self._directory}/{name}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         if self._launcher.uid is not None:
             os.fchown(descriptor, self._launcher.uid, self._launcher.uid)
@@ -356,11 +354,11 @@ class ShellDirectory:
 
     def _check(self) -> None:
         if self._closed:
-            raise ResourceDied("The sandbox was released or reset while a command was on its way into it.")
+            raise ResourceDied("The sandbox was released or reset while a command was being passed to it.")
 
     def _no_room(self, content: bytes, error: OSError) -> ResourceError:
         return ResourceError(
-            f"The host could not pass {len(content)} bytes into a sandbox by way of {self._directory}: {error}"
+            f"The host could not write {len(content)} bytes for a sandbox to {self._directory}: {error}"
         )
 
 

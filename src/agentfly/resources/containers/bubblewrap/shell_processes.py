@@ -17,16 +17,16 @@ from agentfly.resources.containers.shell import FloodLimiter
 from agentfly.resources.process.procfs import children
 
 MAX_BYTES_PER_TURN = 1024
-"""Bytes that are read before others get their turn. What fills it is no shell of ours."""
+"""Bytes of reports read in one turn of the event loop. Our scripts write less."""
 MAX_LOOKUPS_PER_TURN = 4
-"""Reports of a process, which is then looked for, that are heeded before others get their turn."""
+"""Reports of a new process that are handled in one turn of the event loop. Each needs a lookup."""
 
 _PAUSE_S = 0.005
-_OF_A_PROCESS = b"efh"
-_LOOKUP = 1024  # what such a report uses up, in bytes
-_LEAST, _PER_SECOND, _PER_REQUEST = 64 * 1024, 16 * 1024, 16 * 1024  # bytes; traps of the session may print there, too
+_PROCESS_REPORTS = b"efh"
+_LOOKUP = 1024  # bytes that such a report costs
+_LEAST, _PER_SECOND, _PER_REQUEST = 64 * 1024, 16 * 1024, 16 * 1024  # bytes; traps of the session may print there too
 _LONGEST = 256
-_REPORT = re.compile(rb"([bdefh]) ([\d ]{1,64})$")  # what precedes it on the line, a trap of the session has printed
+_REPORT = re.compile(rb"([bdefh]) ([\d ]{1,64})$")  # a trap of the session may have printed before it
 
 Report = Callable[[bytes, list[int]], None]
 
@@ -35,26 +35,25 @@ class ReportReader:
     """The host's end of the pipe on which a shell reports, one line per report.
 
     Any process of the sandbox can write there. So each turn of the event loop takes a bounded number of bytes and
-    reports.
-    If much more arrives than a shell writes, `flooded` is called once and reading ends.
+    reports. If far more arrives than a shell writes, `flooded` is called once and reading ends.
     """
 
     def __init__(
         self, descriptor: int, *, report: Report, ended: Callable[[], None], flooded: Callable[[], None]
     ) -> None:
-        """Begin to read.
+        """Start to read.
 
         Args:
             descriptor: the non-blocking pipe. The caller closes it after `close`.
             report: called with the word and the numbers of each report.
-            ended: called at the end of the pipe.
-            flooded: called when far more was written than a shell writes.
+            ended: called at EOF.
+            flooded: called if far more arrives than a shell writes.
         """
         self._descriptor = descriptor
         self._report, self._ended, self._flooded = report, ended, flooded
         self._loop = asyncio.get_running_loop()
-        self._allowance = FloodLimiter(_LEAST, per_second=_PER_SECOND, per_request=_PER_REQUEST)
-        self._rest = b""  # of a line
+        self._flood_limiter = FloodLimiter(_LEAST, per_second=_PER_SECOND, per_request=_PER_REQUEST)
+        self._rest = b""  # of an incomplete line
         self._lines: deque[bytes] = deque()  # read and not dispatched yet
         self._pause: asyncio.TimerHandle | None = None
         self._closed = False
@@ -63,11 +62,11 @@ class ReportReader:
         self._loop.add_reader(descriptor, self._readable)
 
     def add_request(self) -> None:
-        """Account for a request, which the shell will report on."""
-        self._allowance.add_request()
+        """Account for a request, which the shell will answer."""
+        self._flood_limiter.add_request()
 
-    def look(self) -> None:
-        """Read what is there now, without waiting for the event loop."""
+    def poll(self) -> None:
+        """Read reports that have already arrived, without waiting for the event loop."""
         if self._pause is None and not self._closed and self._poll.poll(0):
             self._readable()
 
@@ -110,11 +109,11 @@ class ReportReader:
             self._loop.add_reader(self._descriptor, self._readable)
 
     def _dispatch(self) -> None:
-        """Pass on as many reports as one turn of the event loop allows."""
+        """Dispatch as many reports as one turn of the event loop allows."""
         lookups = 0
         while self._lines and not self._closed:
             found = _REPORT.search(self._lines[0])
-            if found is not None and found[1] in _OF_A_PROCESS:
+            if found is not None and found[1] in _PROCESS_REPORTS:
                 lookups += 1
                 if lookups > MAX_LOOKUPS_PER_TURN or self._over_limit(_LOOKUP):
                     return
@@ -123,30 +122,30 @@ class ReportReader:
                 self._report(found[1], [int(number) for number in found[2].split()])
 
     def _over_limit(self, amount: int) -> bool:
-        if self._allowance.spend(amount):
+        if self._flood_limiter.spend(amount):
             return False
         self.close()
         self._flooded()
         return True
 
 
-_FEW = 16  # children among which one is looked for at once; among more, on another thread
-_LOOKS = 3
-_REST = 3  # times as long as a look took, until the next one
+_INLINE_CHILDREN = 16  # with more children, lookups run on a thread
+_LOOKUP_ATTEMPTS = 3
+_PAUSE_FACTOR = 3  # the pause after a lookup, as a multiple of its duration
 
 
 @dataclass(frozen=True)
 class _PendingReports:
-    """Reported process ids (inside the sandbox) that are not looked up yet.
+    """Reported process ids, as seen inside the sandbox, that are not looked up yet.
 
     Args:
         session: process id of the new session, and the number of the command that was sent to the old session but never
             started (0: none).
-        starter: process id of the new starter of commands in processes of their own.
+        spawner: process id of the new spawner.
     """
 
     session: tuple[int, int] | None = None
-    starter: int | None = None
+    spawner: int | None = None
 
 
 @dataclass(frozen=True)
@@ -155,29 +154,27 @@ class _LookupResult:
 
     Args:
         session: the reported session; None if it has exited.
-        starter: the reported starter; None if it has exited.
-        starter_lived: whether the previous starter still runs. The report is then ignored.
-        alone: the ids inside of process 1's children, after a starter was reported.
+        spawner: the reported spawner; None if it has exited.
+        old_spawner_alive: whether the previous spawner still runs. The report is then forged and ignored.
+        new_process_pids: process 1's children, as process ids inside, if a spawner was reported.
     """
 
     session: int | None
-    starter: int | None
-    starter_lived: bool
-    alone: set[int]
+    spawner: int | None
+    old_spawner_alive: bool
+    new_process_pids: set[int]
 
 
 class ShellProcesses:
-    """The session, and the starter of commands in processes of their own.
+    """The session, and the spawner, which starts commands in processes of their own.
 
     A process reports its id inside the sandbox. Finding it on the host means inspecting each child of process 1. There
-    may
-    be thousands, and a hostile process may report any number of times. So only the last report of each kind is looked
-    up.
-    With many children, another thread does it, for a small share of its time.
+    may be thousands, and a hostile process may report any number of times. So only the last report of each kind is
+    looked up. With many children, a thread does it, for a limited share of its time.
 
     Attributes:
-        session: the host's process id; None while there is none.
-        starter: the same.
+        session: the host's process id of the session; None while there is none.
+        spawner: the host's process id of the spawner; None while there is none.
     """
 
     def __init__(
@@ -185,58 +182,58 @@ class ShellProcesses:
         processes: PidNamespace,
         launcher: Launcher,
         *,
-        session_began: Callable[[int], None],
-        starter_began: Callable[[set[int]], None],
+        session_started: Callable[[int], None],
+        spawner_started: Callable[[set[int]], None],
     ) -> None:
-        """Begin with none.
+        """Start with neither a session nor a spawner.
 
         Args:
-            processes: those of the sandbox.
-            launcher: provides the other thread.
-            session_began: called when a session is ready, with the number of the command that the previous session was
-                sent and did not start.
-            starter_began: called when a starter has replaced one that ended, with the ids inside of process 1's
-                children.
+            processes: the processes of the sandbox.
+            launcher: provides the thread.
+            session_started: called when a session is ready, with the number of the command that was sent to the
+                previous session and that it did not start (0: none).
+            spawner_started: called when a spawner has replaced one that exited, with process 1's children as process
+                ids inside.
         """
         self.session: int | None = None
-        self.starter: int | None = None
+        self.spawner: int | None = None
         self._processes, self._launcher = processes, launcher
-        self._session_began, self._starter_began = session_began, starter_began
+        self._session_started, self._spawner_started = session_started, spawner_started
         self._below_first = ChildList(processes.init_pid)
         self._below_session: ChildList | None = None
-        self._said = _PendingReports()
-        self._looking: asyncio.Task[None] | None = None
+        self._pending = _PendingReports()
+        self._lookup: asyncio.Task[None] | None = None
         self._closed = False
 
     @property
     def pids(self) -> set[int]:
-        """The host's process ids of those that run."""
-        return {pid for pid in (self.session, self.starter) if pid is not None}
+        """The host's process ids of the session and the spawner."""
+        return {pid for pid in (self.session, self.spawner) if pid is not None}
 
     def children(self, *, of_session: bool) -> frozenset[int]:
-        """The children of process 1, and those of the session if requested."""
+        """Return the children of process 1, and those of the session if requested."""
         found = self._below_first.pids()
         return found | self._below_session.pids() if of_session and self._below_session is not None else found
 
     @property
     def session_lives(self) -> bool:
-        """Whether the session runs."""
+        """Whether the session is alive."""
         return self.session is not None and self.session in self._below_first.pids()
 
     def session_reported(self, inside: int, asked: int) -> None:
-        """A session has reported that it is ready."""
-        self._said = _PendingReports((inside, asked), self._said.starter)
+        """Handle the report of a new session."""
+        self._pending = _PendingReports((inside, asked), self._pending.spawner)
         self._resolve()
 
-    def starter_reported(self, inside: int) -> None:
-        """A starter has reported that it is ready."""
-        self._said = _PendingReports(self._said.session, inside)
+    def spawner_reported(self, inside: int) -> None:
+        """Handle the report of a new spawner."""
+        self._pending = _PendingReports(self._pending.session, inside)
         self._resolve()
 
     def session_ended(self) -> None:
-        """The session has exited, and so has one that was just reported."""
+        """Handle the exit of the session, and of one that was just reported."""
         self.session = None
-        self._said = _PendingReports(None, self._said.starter)
+        self._pending = _PendingReports(None, self._pending.spawner)
         if self._below_session is not None:
             self._below_session.close()
             self._below_session = None
@@ -244,63 +241,64 @@ class ShellProcesses:
     def close(self) -> None:
         """Stop lookups."""
         self._closed = True
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._lookup is not None:
+            self._lookup.cancel()
         self._below_first.close()
         if self._below_session is not None:
             self._below_session.close()
 
     def _resolve(self) -> None:
         """Look up the last reports: at once if there are few candidates, else on another thread."""
-        if self._looking is not None:
-            return  # who looks will go on to this one
-        if len(self._below_first.pids()) <= _FEW:
-            said = self._said
-            self._apply(said, self._look_up(said))
+        if self._lookup is not None:
+            return  # that lookup goes on with this report
+        if len(self._below_first.pids()) <= _INLINE_CHILDREN:
+            pending = self._pending
+            self._apply(pending, self._look_up(pending))
         else:
-            self._looking = asyncio.create_task(self._resolve_on_thread())
+            self._lookup = asyncio.create_task(self._resolve_on_thread())
 
     async def _resolve_on_thread(self) -> None:
         try:
-            while not self._closed and (said := self._said) != _PendingReports():
+            while not self._closed and (pending := self._pending) != _PendingReports():
                 began = time.monotonic()
-                self._apply(said, await self._launcher.run_blocking(self._look_up, said))
-                await asyncio.sleep(_REST * (time.monotonic() - began))  # the thread is for all sandboxes
+                self._apply(pending, await self._launcher.run_blocking(self._look_up, pending))
+                await asyncio.sleep(_PAUSE_FACTOR * (time.monotonic() - began))  # all sandboxes share the threads
         finally:
-            self._looking = None
+            self._lookup = None
 
-    def _look_up(self, said: _PendingReports) -> _LookupResult:
-        session = starter = None
-        lived, alone = False, set[int]()
-        if said.session is not None:
-            session = self._child(said.session[0])
-        if said.starter is not None:
+    def _look_up(self, pending: _PendingReports) -> _LookupResult:
+        session = spawner = None
+        lived, new_process_pids = False, set[int]()
+        if pending.session is not None:
+            session = self._child(pending.session[0])
+        if pending.spawner is not None:
             first = self._processes.init_pid
-            lived = self.starter is not None and self.starter in children(first)
+            lived = self.spawner is not None and self.spawner in children(first)
             if not lived:
-                starter = self._child(said.starter)
-                alone = self._processes.inner_pids(first)
-        return _LookupResult(session, starter, lived, alone)
+                spawner = self._child(pending.spawner)
+                new_process_pids = self._processes.inner_pids(first)
+        return _LookupResult(session, spawner, lived, new_process_pids)
 
     def _child(self, inside: int) -> int | None:
-        """The host's process id of a child of process 1. It looks more than once: a listing may omit one while others
-        exit.
+        """Return the host's process id of a child of process 1.
+
+        It tries several times, because a listing may omit a process while others exit.
         """
-        tries = (self._processes.host_pid(inside, self._processes.init_pid) for _ in range(_LOOKS))
+        tries = (self._processes.host_pid(inside, self._processes.init_pid) for _ in range(_LOOKUP_ATTEMPTS))
         return next((pid for pid in tries if pid is not None), None)
 
-    def _apply(self, said: _PendingReports, seen: _LookupResult) -> None:
-        """Apply a lookup's result, unless a newer report has arrived."""
+    def _apply(self, pending: _PendingReports, found: _LookupResult) -> None:
+        """Apply the result of a lookup, unless a newer report has arrived."""
         if self._closed:
             return
-        if said.starter is not None and said.starter == self._said.starter:
-            self._said = _PendingReports(self._said.session)
-            if not seen.starter_lived:
-                self.starter = seen.starter
-                self._starter_began(seen.alone)
-        if said.session is not None and said.session is self._said.session:
-            self._said = _PendingReports(None, self._said.starter)
-            if seen.session is not None:  # else it has ended since, which will be reported
-                self.session = seen.session
-                self._below_session = ChildList(seen.session)
-                self._session_began(said.session[1])
+        if pending.spawner is not None and pending.spawner == self._pending.spawner:
+            self._pending = _PendingReports(self._pending.session)
+            if not found.old_spawner_alive:
+                self.spawner = found.spawner
+                self._spawner_started(found.new_process_pids)
+        if pending.session is not None and pending.session is self._pending.session:
+            self._pending = _PendingReports(None, self._pending.spawner)
+            if found.session is not None:  # otherwise it has exited since, which will be reported
+                self.session = found.session
+                self._below_session = ChildList(found.session)
+                self._session_started(pending.session[1])

@@ -1,5 +1,6 @@
-"""SnapshotStore: copies of sandboxes' private layers, made while their processes are stopped, as layers of new
-sandboxes.
+"""SnapshotStore: copies of sandboxes' private layers, for use as lower layers of new sandboxes.
+
+A copy is made while the processes of the sandbox are stopped.
 """
 
 from __future__ import annotations
@@ -25,126 +26,123 @@ logger = logging.getLogger(__name__)
 
 BACKEND = "bubblewrap"
 COPY_TIMEOUT_S = 120.0
-"""Seconds that the files of a sandbox may take to be copied."""
+"""The time limit for copying the files of a sandbox, in seconds."""
 _TOO_LONG = os.strerror(errno.ENAMETOOLONG)
-_COMPLAINT = 4096  # bytes
-_LOOK_S = 0.05
-_LONGEST = 3800  # bytes of a list of layers; mount(2) takes a page of options
+_MAX_ERROR_BYTES = 4096  # of error output
+_POLL_S = 0.05
+_MAX_LAYERS_BYTES = 3800  # of a list of layers; the options of mount(2) fill at most one page
 
 
 @dataclass(frozen=True)
 class LayerSnapshot:
-    """A snapshot that is being made, or was.
+    """A snapshot, complete or being copied.
 
     Args:
-        place: the file system of its own that holds it, in memory.
-        layers: what sandboxes made from it have below their private layers, by where in the root.
+        directory: the mount point of its own file system, in memory.
+        layers: the lower layers of sandboxes started from it, by directory in the root.
     """
 
-    place: Path
+    directory: Path
     layers: dict[str, str]
 
 
 class SnapshotStore:
-    """The snapshots of one launcher. Only its thread sees their mounts, and calls all methods but `copy_layers`."""
+    """The snapshots of one launcher. Its launching thread alone sees their mounts, and calls all but `copy_layers`."""
 
     def __init__(self, home: Path) -> None:
-        """Keep them below a directory."""
+        """Create the store in a new directory."""
         self._home = home
         self._home.mkdir()
-        self._made: dict[str, LayerSnapshot] = {}
-        self._dropped: deque[str] = deque()  # filled on any thread
-        self._discarded: list[LayerSnapshot] = []  # which are to be removed
+        self._snapshots: dict[str, LayerSnapshot] = {}
+        self._released: deque[str] = deque()  # names; appended on any thread
+        self._to_remove: list[LayerSnapshot] = []
         self._count = 0
-        # what the launching thread sees, for others of this process
-        self._seen = f"/proc/{os.getpid()}/task/{threading.get_native_id()}/root"
+        # the launching thread's view of the mounts, as other threads reach it
+        self._thread_root = f"/proc/{os.getpid()}/task/{threading.get_native_id()}/root"
 
     def layers(self, image: str) -> dict[str, str]:
-        """What lies below the private layers of a sandbox made from a snapshot.
+        """Return the lower layers of a sandbox that is started from a snapshot.
 
         Raises:
-            ResourceStartError: it is no snapshot of this process, or nobody held it any more.
+            ResourceStartError: this process has no such snapshot, or no longer has it.
         """
         self.remove_unreferenced()
-        found = self._made.get(snapshot_name(image, BACKEND) or "")
+        found = self._snapshots.get(snapshot_name(image, BACKEND) or "")
         if found is None:
             raise ResourceStartError(
                 f"ContainerSpec(image={image!r}): there is no such snapshot in this process. A snapshot lasts as long "
-                "as somebody holds the spec that fork() returned, in the process that made it."
+                "as the spec that fork() returned is referenced, in the process that created it."
             )
         return found.layers
 
     def create(self, layers: dict[str, str], size: int) -> LayerSnapshot:
-        """Make room for a snapshot of private layers that lie over these.
+        """Create the file system of a snapshot of private layers over these lower layers.
 
         Raises:
-            ResourceError: there are too many of them, one over the other.
+            ResourceError: there are too many layers over each other.
         """
         self.remove_unreferenced()
-        place = self._home / str(self._count)
+        directory = self._home / str(self._count)
         self._count += 1
-        over = {name: f"{place}/upper{number}:{below}" for number, (name, below) in enumerate(layers.items())}
-        if max(map(len, over.values())) > _LONGEST:
+        over = {name: f"{directory}/upper{number}:{below}" for number, (name, below) in enumerate(layers.items())}
+        if max(map(len, over.values())) > _MAX_LAYERS_BYTES:
             depth = max(below.count(":") for below in layers.values())
-            raise ResourceError(f"fork(): {depth} layers lie over each other here, and the kernel takes no more.")
-        place.mkdir()
-        mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV, f"size={size},mode=0711")
-        return LayerSnapshot(place, over)
+            raise ResourceError(f"fork(): {depth} layers lie over each other, and the kernel allows no more.")
+        directory.mkdir()
+        mount("tmpfs", directory, "tmpfs", MS_NOSUID | MS_NODEV, f"size={size},mode=0711")
+        return LayerSnapshot(directory, over)
 
     def copy_layers(self, token: CancelToken, snapshot: LayerSnapshot, tree: Path) -> None:
-        """Copy private layers, in which nothing moves, with all that an overlay notes about them. Needs root.
+        """Copy private layers while no process changes them, with the attributes that overlayfs sets. Needs root.
 
         Raises:
-            ToolError: they could not be copied for how deep they are, which is the doing of who made them.
+            ToolError: the directories are too deep to be copied, which the agent caused.
             ResourceError: they could not be copied.
-            Cancelled: the token says so.
+            Cancelled: the token was cancelled.
         """
         program = shutil.which("cp", path="/usr/bin:/bin") or "cp"
-        uppers = [f"{self._seen}{tree}/upper{number}" for number in range(len(snapshot.layers))]
-        words = [program, "-a", "-t", f"{self._seen}{snapshot.place}", "--", *uppers]
+        uppers = [f"{self._thread_root}{tree}/upper{number}" for number in range(len(snapshot.layers))]
+        words = [program, "-a", "-t", f"{self._thread_root}{snapshot.directory}", "--", *uppers]
         try:
-            code, complaint = _run(token, words)
+            code, error_output = _run(token, words)
         except TimeoutError as error:
-            raise ResourceError(f"fork(): copying the private files of the sandbox was given up: {error}") from error
+            raise ResourceError(f"fork(): copying the private files of the sandbox took too long: {error}") from error
         if code:
-            kind = ToolError if _TOO_LONG in complaint else ResourceError
-            raise kind(f"fork(): the private files of the sandbox could not be copied: …{complaint[-200:].strip()}")
+            kind = ToolError if _TOO_LONG in error_output else ResourceError
+            raise kind(f"fork(): the private files of the sandbox could not be copied: …{error_output[-200:].strip()}")
 
     def publish(self, snapshot: LayerSnapshot) -> SnapshotImage:
-        """Give a snapshot that has been filled its name, which is what holds it."""
-        name = f"{os.getpid()}-{snapshot.place.name}"
-        self._made[name] = snapshot
-        return SnapshotImage(BACKEND, name, lambda: self._dropped.append(name))
+        """Return the image of a copied snapshot. The snapshot lasts as long as this object."""
+        name = f"{os.getpid()}-{snapshot.directory.name}"
+        self._snapshots[name] = snapshot
+        return SnapshotImage(BACKEND, name, lambda: self._released.append(name))
 
     def remove(self, snapshot: LayerSnapshot) -> None:
-        """Free the memory of a snapshot, as soon as no sandbox made from it is left.
-
-        What of it cannot be removed now is tried again by `clear`.
-        """
-        self._discarded.append(snapshot)
-        self._remove_discarded()
+        """Free the memory of a snapshot once no sandbox uses it. `remove_unreferenced` retries a failed removal."""
+        self._to_remove.append(snapshot)
+        self._remove_pending()
 
     def remove_unreferenced(self) -> None:
-        """Discard those that nobody holds any more."""
-        while self._dropped:
-            self._discarded.append(self._made.pop(self._dropped.popleft()))
-        self._remove_discarded()
+        """Remove the snapshots that are no longer referenced."""
+        while self._released:
+            self._to_remove.append(self._snapshots.pop(self._released.popleft()))
+        self._remove_pending()
 
-    def _remove_discarded(self) -> None:
-        discarded, self._discarded = self._discarded, []
+    def _remove_pending(self) -> None:
+        discarded, self._to_remove = self._to_remove, []
         for snapshot in discarded:
             try:
-                unmount(snapshot.place)
+                unmount(snapshot.directory)
                 with contextlib.suppress(FileNotFoundError):
-                    snapshot.place.rmdir()
+                    snapshot.directory.rmdir()
             except OSError as error:
-                logger.warning("A snapshot may still take memory, because it cannot be removed yet: %s", error)
-                self._discarded.append(snapshot)
+                logger.warning("A snapshot cannot be removed yet and may still take memory: %s", error)
+                self._to_remove.append(snapshot)
 
 
 def _run(token: CancelToken, words: list[str]) -> tuple[int, str]:
-    """Run a program as long as a token lets it: its exit code, and the end of its complaints."""
-    complaint = b""
+    """Run a program until it ends or the token is cancelled. Return its exit code and the end of its error output."""
+    error_output = b""
     process = subprocess.Popen(
         words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/", env={"LC_ALL": "C"}
     )
@@ -153,12 +151,12 @@ def _run(token: CancelToken, words: list[str]) -> tuple[int, str]:
         try:
             while True:
                 token.check()
-                if select.select([process.stderr], [], [], _LOOK_S)[0]:
+                if select.select([process.stderr], [], [], _POLL_S)[0]:
                     piece = os.read(process.stderr.fileno(), 2**16)
                     if not piece:
                         break
-                    complaint = (complaint + piece)[-_COMPLAINT:]
+                    error_output = (error_output + piece)[-_MAX_ERROR_BYTES:]
         except BaseException:
             process.kill()
             raise
-    return process.returncode, complaint.decode(errors="replace")
+    return process.returncode, error_output.decode(errors="replace")

@@ -1,7 +1,7 @@
-"""A program that joins the network namespace of a sandbox and makes sockets there for the process at its stdin.
+"""Program that joins the network namespace of a sandbox and creates sockets there for the process at its stdin.
 
-It is a separate program because only a process with one thread may join a user namespace. It needs the standard library
-alone. Its arguments are the uid to switch to and the descriptor of the network namespace.
+It is a separate program because only a single-threaded process may join a user namespace. It needs only the standard
+library. Its arguments are the uid to switch to and the descriptor of the network namespace.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ NS_GET_USERNS = 0xB701  # ioctl_ns(2): the user namespace that a namespace belon
 
 
 def main() -> None:
-    """Answer each byte with a socket, until there are no more."""
+    """Answer each byte on stdin with a socket, until EOF."""
     user, network = map(int, sys.argv[1:3])
-    if user != os.geteuid():  # the owner of a namespace may join it, and root without all its rights may not
+    if user != os.geteuid():  # the owner of a namespace may join it; root without all capabilities may not
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)

@@ -26,7 +26,7 @@ _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442  # the same numbers on e
 
 _PR_SET_KEEPCAPS = 8
 _CAPABILITY_VERSION_3 = 0x20080522
-# what the launching thread keeps: to mount, and to prepare directories whoever owns them
+# the capabilities that the launching thread keeps, to mount and to prepare directories of any owner
 CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_SYS_ADMIN = 0, 1, 3, 21
 
 # setgroups, setresgid, setresuid: the raw calls change one thread, the C library's wrappers change all of them
@@ -73,13 +73,17 @@ def _syscall(number: int, *arguments: object, what: str) -> int:
 
 
 def unshare_mounts() -> None:
-    """Give the calling thread, and what it starts, a private copy of the mounts. Needs CAP_SYS_ADMIN."""
+    """Give the calling thread and its children a private copy of the mounts. Needs CAP_SYS_ADMIN."""
     _checked(_libc().unshare(CLONE_NEWNS), "unshare the mounts")
     mount(None, Path("/"), None, MS_REC | MS_PRIVATE)
 
 
 def mount(source: str | None, target: Path | str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """mount(2)."""
+    """Mount a file system; see mount(2).
+
+    Raises:
+        OSError: the kernel refused.
+    """
     _checked(
         _libc().mount(
             source.encode() if source is not None else None,
@@ -93,15 +97,15 @@ def mount(source: str | None, target: Path | str, kind: str | None, flags: int, 
 
 
 def unmount(target: Path) -> None:
-    """Detach a mount at once; it goes away when its last user does. A target that is no mount is left alone."""
+    """Detach a mount. It is removed once its last user has closed it. A target that is not a mount is left alone."""
     _libc().umount2(os.fsencode(target), MNT_DETACH)
 
 
 def attach_idmapped(source: Path, target: Path, userns_fd: int) -> None:
-    """Show `source` at `target` with its owners mapped as a user namespace maps them (mount_setattr(2), Linux 5.12).
+    """Mount `source` at `target`, with owners mapped as in a user namespace (mount_setattr(2), Linux 5.12).
 
     Raises:
-        OSError: the kernel or the file system of `source` cannot do this.
+        OSError: the kernel or the file system of `source` does not support this.
     """
     tree = _syscall(
         _OPEN_TREE,
@@ -135,40 +139,39 @@ def attach_idmapped(source: Path, target: Path, userns_fd: int) -> None:
 
 
 def leave_session_keyring() -> None:
-    """Give the calling thread, and what it starts, a new and empty session keyring of the kernel's.
+    """Give the calling thread and its children a new and empty session keyring.
 
-    Session keyrings are in no namespace: a program that is started in one can read the keys in it, such as those of the
-    login that this process descends from. The thread keeps the one that it has where the kernel has no keyrings, where
-    a container's filter refuses them (to the programs too), and beyond the user's quota (kernel.keys.maxkeys).
+    Namespaces do not isolate session keyrings. A program can read the keys in the one that it inherits, such as the
+    keys of the user's login. The keyring is kept where the kernel has none, where a container's filter refuses the call
+    (also to the sandbox), and beyond the user's quota (kernel.keys.maxkeys).
     """
     number = _KEYCTL.get(platform.machine())
     if number is None:
         return
     keyctl, call = _libc().syscall, ctypes.c_long(number)
     if keyctl(call, ctypes.c_int(_KEYCTL_JOIN_SESSION_KEYRING), None) >= 0:
-        # a user may have 200 keys, root a million: where this thread may mount, it may also let root account for it
+        # a user may have 200 keys, root a million: a thread that may mount can also charge the key to root
         keyctl(call, ctypes.c_int(_KEYCTL_CHOWN), ctypes.c_int(_KEY_SPEC_SESSION_KEYRING), ctypes.c_uint(0), _UNCHANGED)
 
 
 def filters_calls() -> bool:
-    """Whether the kernel takes filters of system calls (seccomp)."""
-    # if it does, it complains of the address of this one
+    """Return whether the kernel supports system call filters (seccomp)."""
+    # if so, it rejects the null address of this filter
     refused = _libc().prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), None, 0, 0) < 0
     return bool(refused and ctypes.get_errno() == errno.EFAULT)
 
 
 def give_up_root(uid: int, keep: tuple[int, ...]) -> None:
-    """Make the calling thread an ordinary user for good, with no capability but those in `keep`.
+    """Permanently make the calling thread an ordinary user, with only the capabilities in `keep`.
 
-    A program that such a thread executes is that ordinary user without any capability: executing drops them, since
-    neither its ambient nor its inheritable set holds one.
+    Programs that the thread executes have no capability at all, because its ambient and inheritable sets are empty.
 
     Raises:
         OSError: the thread may not change its user, or `uid` does not exist in this user namespace.
     """
     numbers = _SET_IDS.get(platform.machine())
     if numbers is None:
-        raise OSError(f"giving up root in one thread is not known for the architecture {platform.machine()}")
+        raise OSError(f"dropping root in one thread is not supported on the architecture {platform.machine()}")
     setgroups, setresgid, setresuid = numbers
     _checked(_libc().prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0), "keep capabilities")
     _syscall(setgroups, ctypes.c_size_t(0), None, what="drop the supplementary groups")

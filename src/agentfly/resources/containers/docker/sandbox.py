@@ -237,8 +237,8 @@ class EngineSandbox(Sandbox):
             open_stream,
             workdir=self.spec.workdir,
             describe_end=self._describe_end,
-            first=False,
-            files_from=_FILES_OF_OTHERS,
+            is_init=False,
+            first_file_number=_FILES_OF_OTHERS,
         )
         try:
             async with asyncio.timeout(_SHELL_PATIENCE_S):

@@ -131,20 +131,20 @@ class LandlockLauncher(Launcher):
     def _failure_hint(self, complaint: str) -> str:
         return f"A program could not be confined by Landlock: {complaint.strip() or 'it gave no reason'}."
 
-    def shell_mount(self, exchange: Path) -> str:
-        """See `Launcher.inside`."""
-        return str(exchange)
+    def shell_mount(self, shell_directory: Path) -> str:
+        """See `Launcher.shell_mount`."""
+        return str(shell_directory)
 
     def workdir(self, spec: ContainerSpec, scratch: Path) -> str:
         """See `Launcher.workdir`."""
         return str(scratch / "workdir")
 
-    def processes(self, first: int) -> PidNamespace:
-        """See `Launcher.processes`."""
-        return ProcessTree.of(first)
+    def pid_namespace(self, init_pid: int) -> PidNamespace:
+        """See `Launcher.pid_namespace`."""
+        return ProcessTree.of(init_pid)
 
     def private_mounts(self, spec: ContainerSpec) -> list[str]:
-        """See `Launcher.file_systems`."""
+        """See `Launcher.private_mounts`."""
         return []
 
     def _shell_pid_limit(self, spec: ContainerSpec) -> int:

@@ -1,4 +1,5 @@
-"""The shell of a sandbox that is reachable by streams alone.
+"""The shell of sandboxes that are reached only by input and output streams.
 
-On the host: shell, channels. Inside: the scripts, of which the server dispatches the others.
+``shell.py``, ``channels.py`` and ``protocol.py`` run on the host. The scripts run inside, and ``server.sh`` starts the
+others.
 """

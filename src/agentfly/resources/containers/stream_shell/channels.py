@@ -1,4 +1,8 @@
-"""Channel: a stream whose outputs serve one command at a time; ChannelPool: the channels of a shell."""
+"""The output of commands in a `StreamShell`.
+
+A StreamCommand is a command under way, a Channel a stream whose outputs serve one command at a time, and a ChannelPool
+holds the channels of a shell.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ from agentfly.resources.containers.shell import PendingCommand
 from agentfly.resources.containers.stream_shell.protocol import ReportSplitter, ShellScripts
 from agentfly.resources.containers.stream_shell.stream import Stream
 
-_UNASKED_BYTES = 16 * 1024  # after which the reader pauses while no command has the channel
-_BUSY_BYTES = 2**20  # after which others get their turn
+_UNREQUESTED_BYTES = 16 * 1024  # read at once while no command has the channel; the reader then pauses
+_MAX_BYTES_PER_TURN = 2**20  # of the event loop
 _DISCARD_PAUSE_S = 0.02
 
 Report = Callable[["Channel", int, str, list[str]], None]
@@ -64,29 +68,30 @@ class StreamCommand(PendingCommand):
 class Channel:
     """Reads a stream: reports, which begin with a mark, and the output of commands.
 
-    Output while no command has the channel is read slowly and discarded, so its writer neither fails nor blocks
-    anything.
-    Any process with the outputs open can forge reports; that harms the agent alone.
+    While no command has the channel, output is read slowly and discarded. Its writer neither fails nor blocks anything.
+    Any process that has the outputs open can forge reports, which harms only the agent itself.
 
     Attributes:
         holder: the process inside that holds the outputs open for commands; 0 for the shell's server.
         has_lingering_writer: whether a process of an earlier command may still write to it.
-        command: the command that has it.
+        command: the command that has the channel.
+        ready: set once the channel can serve commands, or has ended.
+        ended: whether the stream has ended, or reading was stopped.
     """
 
     def __init__(self, stream: Stream, mark: bytes, report: Report, closed: Callable[[Channel], None]) -> None:
-        """Begin to read.
+        """Start to read.
 
         Args:
-            stream: what to read, and to close.
-            mark: what reports begin with.
-            report: called with each report: this, the output it came on, its first word and its others.
+            stream: the stream to read. `close` closes it.
+            mark: the bytes with which every report begins.
+            report: called for each report, with this channel, the output (1 or 2), the first word and the other words.
             closed: called when the stream has ended.
         """
         self.holder = 0
         self.has_lingering_writer = False
         self.command: StreamCommand | None = None
-        self.ready = asyncio.Event()  # it can serve commands, or has ended
+        self.ready = asyncio.Event()
         self.ended = False
         self._stream = stream
         self._report = report
@@ -96,14 +101,14 @@ class Channel:
 
     @property
     def idle(self) -> bool:
-        """Whether it can serve a command."""
+        """Whether it can serve another command."""
         return self.ready.is_set() and self.command is None and not self.has_lingering_writer and not self.ended
 
     async def write(self, data: bytes) -> None:
-        """Give the program its input.
+        """Write to the program's input.
 
         Raises:
-            OSError: it takes none any more.
+            OSError: the program takes no more input.
         """
         await self._stream.write(data)
 
@@ -115,53 +120,53 @@ class Channel:
             await self._stream.close()
 
     def stop(self) -> None:
-        """Stop reading and ignore the rest."""
+        """Stop reading. The rest of the stream is ignored."""
         self.ended = True
         self._reader.cancel()
 
     async def _read(self) -> None:
         try:
-            at_once = 0
-            while not self.ended and (piece := await self._stream.read()) is not None:
-                output, data = piece
+            read = 0
+            while not self.ended and (chunk := await self._stream.read()) is not None:
+                output, data = chunk
                 self._take(output, data)
-                at_once += len(data)
-                if self.command is None and at_once > _UNASKED_BYTES:
-                    at_once = 0
+                read += len(data)
+                if self.command is None and read > _UNREQUESTED_BYTES:
+                    read = 0
                     await asyncio.sleep(_DISCARD_PAUSE_S)
-                elif at_once > _BUSY_BYTES:
-                    at_once = 0
+                elif read > _MAX_BYTES_PER_TURN:
+                    read = 0
                     await asyncio.sleep(0)
         except OSError:
-            pass  # the way to it is broken, which is its end
+            pass  # a broken connection is the end of the stream
         finally:
             self.ended = True
             self.ready.set()
             self._closed(self)
 
     def _take(self, output: int, data: bytes) -> None:
-        for piece in self._splitters[output].split(data):
+        for chunk in self._splitters[output].split(data):
             if self.ended:
                 return
-            if isinstance(piece, list):
-                word, *words = piece
+            if isinstance(chunk, list):
+                word, *words = chunk
                 self._report(self, output, word, words)
             elif self.command is not None:
-                self.command.add(output, piece)
+                self.command.add(output, chunk)
 
 
-_OPEN_PATIENCE_S = 30.0
-_HELD = 8  # those that others may still write to, kept open so that printing does not fail for them
+_OPEN_TIMEOUT_S = 30.0
+_MAX_LINGERING = 8  # channels with a lingering writer that stay open, so that its output does not fail
 
 OpenStream = Callable[[Sequence[str]], Awaitable[Stream]]
-"""Runs a program inside, as the user whose shell it is, with a stream of its own."""
+"""Runs a program inside, as the user of the shell, with a stream of its own."""
 
 
 class ChannelPool:
-    """Channels for commands, opened when they are needed, and kept for later ones.
+    """Channels for commands. They are opened on demand and kept for later commands.
 
     Attributes:
-        server_channel: the keeper's.
+        server_channel: the channel of the server's stream.
     """
 
     def __init__(
@@ -173,15 +178,15 @@ class ChannelPool:
         main_closed: Callable[[], None],
         abandoned: Callable[[StreamCommand], None],
     ) -> None:
-        """Begin to read the keeper's stream.
+        """Start to read the server's stream.
 
         Args:
-            stream: the keeper's.
-            scripts: those of the shell.
+            stream: the stream of the server.
+            scripts: the scripts of the shell.
             open_stream: runs another program inside.
-            report: called with what is reported on any of them.
-            main_closed: called when the keeper's stream has ended.
-            abandoned: called with a command whose stream has ended before it.
+            report: called for each report on any channel.
+            main_closed: called when the server's stream has ended.
+            abandoned: called with a command whose stream has ended before the command.
         """
         self._scripts = scripts
         self._open = open_stream
@@ -195,10 +200,10 @@ class ChannelPool:
         return iter((self.server_channel, *self._others))
 
     async def acquire(self, running: StreamCommand) -> Channel:
-        """A channel that nobody has, for a command.
+        """Return an idle channel for a command, opening one if necessary.
 
         Raises:
-            ResourceError: another one was needed, and could not be opened.
+            ResourceError: a channel could not be opened.
         """
         for channel in self:
             if channel.idle:
@@ -206,7 +211,7 @@ class ChannelPool:
                 return channel
         await self._close_lingering()
         try:
-            async with asyncio.timeout(_OPEN_PATIENCE_S):
+            async with asyncio.timeout(_OPEN_TIMEOUT_S):
                 stream = await self._open(self._scripts.holder())
                 channel = Channel(stream, self._scripts.mark, self._report, self._closed)
                 channel.command = running
@@ -214,30 +219,30 @@ class ChannelPool:
                 await channel.ready.wait()
         except TimeoutError:
             raise ResourceError(
-                f"Another stream to the sandbox could not be opened within {_OPEN_PATIENCE_S:g} s."
+                f"Another stream to the sandbox could not be opened within {_OPEN_TIMEOUT_S:g} s."
             ) from None
         if channel.ended and not self.server_channel.ended:
             raise ResourceError("Another stream to the sandbox was opened, and ended at once.")
         return channel
 
     def stop(self) -> None:
-        """Read none of them any more."""
+        """Stop reading all channels."""
         for channel in self:
             channel.stop()
 
     async def close_others(self) -> None:
-        """Close all but the keeper's."""
+        """Close all channels but the server's."""
         others, self._others = self._others, []
         await asyncio.gather(*(channel.close() for channel in others))
 
     async def close(self) -> None:
-        """Close all."""
+        """Close all channels."""
         await self.close_others()
         await self.server_channel.close()
 
     async def _close_lingering(self) -> None:
-        held = [channel for channel in self._others if channel.has_lingering_writer]
-        for channel in held[: max(0, len(held) - _HELD + 1)]:
+        lingering = [channel for channel in self._others if channel.has_lingering_writer]
+        for channel in lingering[: max(0, len(lingering) - _MAX_LINGERING + 1)]:
             self._others.remove(channel)
             await channel.close()
 

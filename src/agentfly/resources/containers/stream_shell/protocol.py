@@ -15,7 +15,7 @@ from importlib.resources import files
 from agentfly.resources.containers.spec import SHELL_MOUNT
 
 NO_INPUT = "/dev/null"
-_PIECE = 32 * 1024
+_CHUNK = 32 * 1024
 
 
 def request(
@@ -29,41 +29,41 @@ def request(
     stdin: str = NO_INPUT,
     data: bytes = b"",
 ) -> bytes:
-    """One request. What the fields mean depends on its kind, and is in ``keeper.sh``."""
+    """Encode one request to the server. The meaning of the fields depends on the kind; see ``server.sh``."""
     fields = (nonce, kind, number, argument, holder, stdin, len(data), *known)
     return " ".join(map(str, fields)).encode() + b"\0" + data
 
 
 def stdin_chunks(content: bytes) -> Iterator[bytes]:
-    """What brings bytes inside, piece by piece: bash reads no NUL, so they are written as its printf has it."""
-    for start in range(0, len(content), _PIECE):
-        piece = content[start : start + _PIECE]
-        yield piece.replace(b"\\", b"\\\\").replace(b"\0", b"\\0000")
+    """Split input into chunks, escaped for the ``printf '%b'`` of bash, because bash cannot read NUL bytes."""
+    for start in range(0, len(content), _CHUNK):
+        chunk = content[start : start + _CHUNK]
+        yield chunk.replace(b"\\", b"\\\\").replace(b"\0", b"\\0000")
 
 
 MAX_REPORT_BYTES = 64 * 1024
-"""Bytes of a report, which may name thousands of processes. What is longer has been written by somebody else."""
+"""The longest report, which may name thousands of processes. Longer ones are forged."""
 _NUMBER = re.compile(r"\d{1,10}")
 
 
 class ReportSplitter:
-    """Splits one output of a stream at the reports in it, in time that grows with the bytes and with nothing else."""
+    """Separates reports from the other output of a stream, in time linear in the number of bytes."""
 
     def __init__(self, mark: bytes) -> None:
-        """Begin.
+        """Start with no data.
 
         Args:
-            mark: what each report begins with; a line feed ends it.
+            mark: the bytes with which each report begins. A line feed ends it.
         """
         self._mark = mark
         self._rest = b""
 
     def split(self, data: bytes) -> Iterator[bytes | list[str]]:
-        """What came next: bytes that were printed, and the words of reports. What may be half a report is kept back."""
+        """Yield the output (bytes) and the reports (words) in the next data. An incomplete report is kept back."""
         data = self._rest + data
         self._rest = b""
-        done = 0  # up to where it has been given out
-        end, complete = -1, False  # of the line that the mark is in
+        done = 0  # the end of what was yielded
+        end, complete = -1, False  # of the line with the mark
         start = data.find(self._mark)
         while start >= 0:
             if end < start:
@@ -87,18 +87,18 @@ class ReportSplitter:
 
 
 def parse_number(word: str) -> int:
-    """A number as the shell writes it.
+    """Parse a number that the shell wrote.
 
     Raises:
-        ValueError: it is something else, which only somebody else can have written.
+        ValueError: the word is not such a number, so the report is forged.
     """
     if not _NUMBER.fullmatch(word):
-        raise ValueError(f"{word!r:.40} is no number")
+        raise ValueError(f"{word!r:.40} is not a number")
     return int(word)
 
 
 def _overlap(data: bytes, mark: bytes) -> int:
-    """How many bytes at the end of the data may be the beginning of a mark."""
+    """Return how many bytes at the end of the data may be the start of a mark."""
     start = data.rfind(mark[:1], max(0, len(data) - len(mark) + 1))
     while start >= 0:
         if mark.startswith(data[start:]):
@@ -108,9 +108,9 @@ def _overlap(data: bytes, mark: bytes) -> int:
 
 
 MARK = b"\x1e%s "
-"""What a report begins with; its name in between."""
-SERVER_COMMAND = ["/bin/bash", "-c", 'IFS= read -r -d "" keeper && eval "$keeper"', "agentfly"]
-"""The command line of a keeper, which is told on its input what to do."""
+"""The start of a report, with the nonce in it."""
+SERVER_COMMAND = ["/bin/bash", "-c", 'IFS= read -r -d "" agentfly_server && eval "$agentfly_server"', "agentfly"]
+"""The command line of a server. It reads its script from its input."""
 
 
 _HOLDER = "printf '@MARK@o %s\\n' \"$$\"; read -r -d ''"
@@ -122,8 +122,8 @@ class ShellScripts:
     """The scripts of one shell.
 
     Args:
-        nonce: by which reports and requests of this shell are known; letters and digits.
-        directory: the directory, inside, for what belongs to the shell.
+        nonce: identifies reports and requests of this shell; letters and digits.
+        directory: the directory inside for the shell's files.
     """
 
     nonce: str
@@ -131,23 +131,23 @@ class ShellScripts:
 
     @property
     def mark(self) -> bytes:
-        """What each report begins with."""
+        """The bytes with which each report begins."""
         return MARK % self.nonce.encode()
 
     def server(self, drop: Sequence[str] = (), owner: str = "", owned: Sequence[str] = ()) -> bytes:
-        """What the keeper is to be told first, on its input.
+        """Return the script of the server, to be written to its input first.
 
         Args:
-            drop: words before a program that take away the rights that the keeper has and the agent must not have.
-            owner: who is to own the `owned` directories, as ``chown`` takes it; empty for nobody.
-            owned: directories, emptied by a reset with their owner kept.
+            drop: a command prefix that drops the privileges that the server has and the agent must not have.
+            owner: the owner of the `owned` directories, as ``chown`` takes it; empty to leave it.
+            owned: directories that a reset empties. Their owner is kept.
         """
         session, new_process = self._source("open_files", "session"), self._source("open_files", "new_process")
         arguments = (session, new_process, owner, "\n".join(owned), *drop)
         return f"set -- {shlex.join(arguments)}\n{self._source('server')}".encode("utf-8", "surrogateescape") + b"\0"
 
     def holder(self) -> list[str]:
-        """The command line of a program that does no more than hold outputs open."""
+        """Return the command line of a program that holds its outputs open for commands."""
         return ["/bin/bash", "-c", _HOLDER.replace("@MARK@", self._quoted_mark)]
 
     @property

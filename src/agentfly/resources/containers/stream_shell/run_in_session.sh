@@ -6,4 +6,5 @@ if [[ $__agentfly_code == - ]]; then
     } <"$__agentfly_in" >&213 2>&214 202<&- 211>&- 212>&- 213>&- 214>&-
     __agentfly_code=$?
 fi
-__agentfly_end "$__agentfly_id" "$__agentfly_code" 213 /proc/self/fd/213 "$__agentfly_holder $__agentfly_known" 214 2>/dev/null
+__agentfly_end "$__agentfly_id" "$__agentfly_code" 213 /proc/self/fd/213 \
+    "$__agentfly_holder $__agentfly_known" 214 2>/dev/null

@@ -1,4 +1,4 @@
-"""Stream: the input and both outputs of a program in a sandbox; relay: connections to ports inside over streams."""
+"""Stream, the input and outputs of a program in a sandbox, and relay, which carries TCP connections over streams."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from agentfly.resources.containers.port_forwarding import Connect
 
 _CHUNK = 65536
-# Perl, which every Debian has, can end one side of a connection, as some protocols want it. Bash cannot.
+# Perl, which every Debian has, can close one direction of a connection, as some protocols require. Bash cannot.
 _PERL = """
 use IO::Socket::INET;
 my $far = IO::Socket::INET->new(PeerAddr => "127.0.0.1", PeerPort => $ARGV[0]) or exit 1;
@@ -42,35 +42,35 @@ kill "$answers" "$calls"
 
 
 class Stream(ABC):
-    """A program's input and outputs, for one reader and any number of writers."""
+    """The input and outputs of a program, for one reader and any number of writers."""
 
     @abstractmethod
     async def read(self) -> tuple[int, bytes] | None:
-        """What came next, and on which of its outputs: 1 or 2. None once the program, or the way to it, has ended."""
+        """Return the output (1 or 2) and the next data on it; None once the program or the connection has ended."""
 
     @abstractmethod
     async def write(self, data: bytes) -> None:
-        """Give it input; what is given at once stays together.
+        """Write to the program's input. The data of one call stays together.
 
         Raises:
-            OSError: it takes none any more.
+            OSError: the program takes no more input.
         """
 
     @abstractmethod
     async def end_input(self) -> None:
-        """Have the program find the end of its input.
+        """Close the program's input.
 
         Raises:
-            OSError: it takes none any more.
+            OSError: the program takes no more input.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """End its input, and let go of it. Fine if it is closed."""
+        """Close the input and release the stream. Idempotent."""
 
 
 def relay(open_stream: Callable[[Sequence[str]], Awaitable[Stream]]) -> Connect:
-    """What carries connections to ports inside, by a program that runs there for each.
+    """Return a function that carries a connection to a port inside, by a program that runs there.
 
     Args:
         open_stream: runs a program inside.
@@ -78,11 +78,11 @@ def relay(open_stream: Callable[[Sequence[str]], Awaitable[Stream]]) -> Connect:
 
     async def connect(inside: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         stream = await open_stream(["/bin/bash", "-c", _RELAY, "bash", str(inside), _PERL])
-        asking = asyncio.create_task(_copy_in(reader, stream))
+        copying = asyncio.create_task(_copy_in(reader, stream))
         try:
             await _copy_out(stream, writer)
         finally:
-            asking.cancel()
+            copying.cancel()
             await stream.close()
 
     return connect
@@ -96,8 +96,8 @@ async def _copy_in(reader: asyncio.StreamReader, stream: Stream) -> None:
 
 
 async def _copy_out(stream: Stream, writer: asyncio.StreamWriter) -> None:
-    while (piece := await stream.read()) is not None:
-        output, data = piece
+    while (chunk := await stream.read()) is not None:
+        output, data = chunk
         if output == 1:
             writer.write(data)
             await writer.drain()

@@ -144,7 +144,7 @@ async def test_counts_of_a_life_before_are_not_taken_for_those_of_the_next(
 
 
 def snapshots_of(box: Container) -> SnapshotStore:
-    trees = box._sandbox._launcher._trees
+    trees = box._sandbox._launcher._rootfs_builder
     assert isinstance(trees, OverlayRootfsBuilder)
     return trees.snapshots
 

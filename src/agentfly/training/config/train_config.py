@@ -291,7 +291,7 @@ class TrainConfig(BaseConfig):
                 reference = getattr(self, field)
                 if ":" in reference and reference not in registry:
                     self._own[reference] = context.load(reference, field)
-                    registry.require_kind(reference, self._own[reference])
+                    registry.require_type(reference, self._own[reference])
 
     @property
     def chosen_algorithm(self) -> Algorithm:

@@ -10,10 +10,14 @@ from agentfly.training.losses.policy_losses import PolicyLoss, cispo, gspo, poli
 
 __all__ = ["LOSSES", "PolicyLoss"]
 
-LOSSES: Registry[PolicyLoss] = Registry("loss", PolicyLoss)
-"""The policy losses by name. Register your own: ``LOSSES.register("mine", PolicyLoss(mine, uses=("clip_high",)))``."""
-
-LOSSES.register("ppo_clip", PolicyLoss(ppo_clip, uses=("clip_low", "clip_high", "clip_dual")))
-LOSSES.register("gspo", PolicyLoss(gspo, uses=("clip_low", "clip_high", "clip_dual")))
-LOSSES.register("cispo", PolicyLoss(cispo, uses=("clip_low", "clip_high")))
-LOSSES.register("policy_gradient", PolicyLoss(policy_gradient))
+LOSSES: Registry[PolicyLoss] = Registry(
+    "loss",
+    {
+        "ppo_clip": PolicyLoss(ppo_clip, uses=("clip_low", "clip_high", "clip_dual")),
+        "gspo": PolicyLoss(gspo, uses=("clip_low", "clip_high", "clip_dual")),
+        "cispo": PolicyLoss(cispo, uses=("clip_low", "clip_high")),
+        "policy_gradient": PolicyLoss(policy_gradient),
+    },
+    PolicyLoss,
+)
+"""The policy losses by name. Add your own: ``LOSSES.register("mine", PolicyLoss(mine, uses=("clip_high",)))``."""

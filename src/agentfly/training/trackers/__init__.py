@@ -14,10 +14,8 @@ from agentfly.training.trackers.tracker import TrackedRun, Tracker
 
 __all__ = ["TRACKERS", "TrackedRun", "Tracker"]
 
-TRACKERS: Registry[Callable[[], Tracker]] = Registry("tracker")
+TRACKERS: Registry[Callable[[], Tracker]] = Registry(
+    "tracker",
+    {"tensorboard": TensorBoardTracker, "wandb": WandbTracker, "mlflow": MLflowTracker, "trackio": TrackioTracker},
+)
 """The trackers by name."""
-
-TRACKERS.register("tensorboard", TensorBoardTracker)
-TRACKERS.register("wandb", WandbTracker)
-TRACKERS.register("mlflow", MLflowTracker)
-TRACKERS.register("trackio", TrackioTracker)

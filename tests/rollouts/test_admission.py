@@ -295,7 +295,7 @@ def test_a_limit_that_makes_a_run_slower_is_told(tmp_path, caplog):
     assert metrics["concurrency/blocked_by_limit"] > 0.7  # else all four are at the policy
     [told] = [record.getMessage() for record in caplog.records]
     assert "max_concurrent_rollouts=4" in told
-    assert "1 generations at a time on average, where the policy can make 4" in told
+    assert "1 concurrent generations on average, and the policy can make 4" in told
 
 
 def test_a_limit_of_which_nobody_knows_whether_it_matters_is_told_by_the_metrics_alone(tmp_path, caplog):

@@ -428,7 +428,7 @@ def test_a_rollout_whose_model_says_what_cannot_be_written_again_ends_with_that_
     trajectory = rolled_out(history, "step", "unspeakable", "a file")
     assert trajectory.failure is not None
     assert (trajectory.finish_reason, trajectory.failure.kind) == ("failed", "ConversationRefused")
-    assert "cannot go on" in trajectory.failure.message
+    assert "cannot continue" in trajectory.failure.message
     assert "that is not said here" in trajectory.failure.message
     assert not trajectory.infrastructure_failed
     assert (trajectory.reward, trajectory.trainable, len(trajectory.turns)) == (1.0, True, 1)

@@ -162,7 +162,7 @@ async def test_a_policy_that_samples_a_placeholder_is_refused() -> None:
         async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):  # type: ignore[no-untyped-def]
             return Generation([*b"I see ", PIXEL, IM_END], [0.0] * 8, "stop", 0)
 
-    with pytest.raises(FailureBudgetExceeded, match=r"TokenInvariantError .*a token that only images have"):
+    with pytest.raises(FailureBudgetExceeded, match=r"TokenInvariantError .*a token that is reserved for images"):
         await rollout(Dreaming([], sees=True), "go")
 
 

@@ -454,7 +454,7 @@ async def test_a_policy_may_return_arrays_and_tensors(kind):
     [
         (np.array([[1, 2]]), [-0.1, -0.1], "one row of 32-bit integers"),
         (np.array([1.0, 2.0]), [-0.1, -0.1], "one row of 32-bit integers"),
-        (np.array([], dtype=int), None, "no token at all"),
+        (np.array([], dtype=int), None, "returned no tokens"),
         (np.array([97, 98]), np.array([[-0.1, -0.1]]), "1 log-probs"),
         (np.array([97, 98]), np.array([[-0.1], [-0.1]]), "not a finite number"),
         (np.array([97, 98]), np.array([-0.1, np.nan]), "not a finite number"),

@@ -267,5 +267,5 @@ async def test_a_generation_longer_than_asked_for_is_refused():
     def script(prompt, turn):
         return "x"
 
-    with pytest.raises(Exception, match="at most 512 were asked for"):
+    with pytest.raises(Exception, match="at most 512 were requested"):
         await play(Long(script, limited=True))

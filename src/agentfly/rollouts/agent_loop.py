@@ -33,16 +33,16 @@ INVALID_CALL_KINDS = frozenset({InvalidArguments.__name__, UnknownTool.__name__}
 """Failures of calls that could not be executed at all."""
 
 RunSubagent = Callable[[Subagent, ToolCall], Awaitable[ToolRecord]]
-"""Has a subagent answer a call."""
+"""Runs a subagent to answer a call."""
 
 
 class ToolExecutor:
     """Executes the tool calls of one conversation.
 
     Args:
-        agent: has the tools.
+        agent: the agent whose tools are called.
         context: the rollout's context.
-        events: where events go.
+        events: receives an event for each finished call.
         truncate: truncates observations that are too long.
         delegate: answers the calls of subagents.
     """
@@ -58,20 +58,20 @@ class ToolExecutor:
         self._subagents = {tool.name for tool in agent.tools if isinstance(tool, Subagent)}
 
     async def execute(self, calls: Sequence[ToolCall], *, turn: int) -> list[ToolRecord]:
-        """Execute the calls of a turn concurrently; the results come in the order of the calls.
+        """Execute the calls of a turn concurrently. Return the results in the order of the calls.
 
-        What the policy can cause (an unknown tool, bad arguments, an error in the tool) becomes the observation of its
-        call. What it cannot cause is raised, and cancels the other calls of the turn.
+        A failure that the policy can cause becomes the observation of its call: an unknown tool, bad arguments, an
+        error in the tool. Any other failure is raised and cancels the other calls of the turn.
 
         Raises:
-            AgentFlyError: a failure of infrastructure, for instance a resource that could not be had.
+            AgentFlyError: infrastructure failed, for instance a resource could not be acquired.
         """
         if len(calls) == 1:
             return [await self._execute(calls[0], turn)]
         return await gather_or_raise(self._execute(call, turn) for call in calls)
 
     def tool_seconds(self, results: Sequence[ToolRecord]) -> float:
-        """How long the tools of a turn took, which ran at the same time; what subagents took is not counted."""
+        """Return the seconds that a turn's concurrent tools took together. Subagents are not counted."""
         return max((result.seconds for result in results if result.call.name not in self._subagents), default=0.0)
 
     async def _execute(self, call: ToolCall, turn: int) -> ToolRecord:
@@ -114,28 +114,29 @@ class ToolExecutor:
 
 
 NO_SCOPE: AbstractContextManager[None] = nullcontext()
-"""A block of which nobody is told."""
+"""A block that reports nothing."""
 
 
 class AgentLoop:
     """One agent's part in a rollout.
 
     Args:
-        runtime: the agent, with what it speaks by.
+        runtime: the agent with its policy and chat format.
         asked: the messages of the task, or of the call that the agent answers.
-        recorder: keeps the rollout's record.
+        recorder: records the rollout's turns.
         context: the rollout's context.
         sampling: changes how the rollout's own policy samples.
-        generation: entered while the rollout's own policy makes a generation.
-        go_on: called before each turn; what it raises ends the conversation.
-        agent: path of the agent's name; empty for the rollout's own.
-        name: its own name: the ids of the calls that led to it, joined by ``/``; empty for the rollout's own.
+        generation: a context manager, entered while the rollout's own policy generates.
+        go_on: called before each turn. An error that it raises ends the conversation.
+        agent: path of the agent's name; empty for the main agent.
+        name: name of the conversation: the ids of the calls that led to it, joined by ``/``; empty for the main one.
         parent_turns: the turns that led to it; see `agentfly.core.trajectory.Turn.parent_turns`.
 
     Attributes:
         messages: the conversation.
-        answer: what the agent said last, or what was said to it where a tool has ended the conversation.
-        last_turns: the turns that its next turn follows: its own last one, or those of the subagents that answered it.
+        answer: content of the agent's last turn. If a tool ended the conversation, the observation of that tool.
+        last_turns: the parents of the next turn: the agent's last turn, or the last turns of the subagents that
+            answered it.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class AgentLoop:
         self._name = name
         self._generator = runtime.turn_generator(recorder.trajectory.sequences, self._rollout_id, sampling)
         recorder.add_generator(self._generator)
-        self._speaking = asyncio.Lock()
+        self._generating = asyncio.Lock()
         self._past = Past(self.messages, context, self._remember, self._generator.count_tokens)
         self._situation = AnchorState(self.messages)
         self._executor = ToolExecutor(self._agent, context, recorder.events, runtime.truncate, self._delegate)
@@ -178,41 +179,45 @@ class AgentLoop:
 
     @property
     def _rollout_id(self) -> str:
-        """What the policy knows the conversation by."""
+        """The conversation's id for the policy."""
         return "/".join(filter(None, (self._recorder.trajectory.rollout_id, self._name)))
 
     async def run(self) -> FinishReason:
-        """Take turns until the agent has answered, a tool says that it is done, or a limit is reached."""
+        """Take turns until the agent has answered, a tool reports that the task is done, or a limit is reached."""
         if self._agent.max_wall_seconds is None:
-            return await self._play()
+            return await self._take_turns()
         limit = asyncio.timeout(self._agent.max_wall_seconds)
         try:
             async with limit:
-                return await self._play(limit)
+                return await self._take_turns(limit)
         except TimeoutError:
             if limit.expired():
                 return FinishReason.WALL_TIME
             raise
 
-    async def _play(self, limit: asyncio.Timeout | None = None) -> FinishReason:
+    def release(self) -> None:
+        """Let the policy discard what it keeps for this conversation."""
+        self._runtime.release_rollout(self._rollout_id)
+
+    async def _take_turns(self, limit: asyncio.Timeout | None = None) -> FinishReason:
         while True:
             self._go_on()
             try:
                 view = await self._view()
             except PromptTooLong:  # for the memory's own generation
                 return FinishReason.LENGTH
-            said = await self._generate(view)
-            if said is None:
+            generated = await self._generate(view)
+            if generated is None:
                 return FinishReason.LENGTH
-            turn = self._record_turn(said)
-            self._past.append_turn(said.message)
+            turn = self._record_turn(generated)
+            self._past.append_turn(generated.message)
             self._turns += 1
-            self.answer = said.content
-            if not said.ended_by_model:
+            self.answer = generated.content
+            if not generated.ended_by_model:
                 return FinishReason.LENGTH
-            if not said.calls:
+            if not generated.calls:
                 return FinishReason.ANSWERED
-            results = await self._execute(said.calls, turn)
+            results = await self._execute(generated.calls, turn)
             if self._ends_of_subagents:
                 self.last_turns, self._ends_of_subagents = self._ends_of_subagents, ()
             self._recorder.record_results(turn, results)
@@ -220,7 +225,7 @@ class AgentLoop:
             self._situation.update(results)
             if reason := self._reason_to_end(results):
                 return reason
-            if limit is not None and limit.expired():  # and a tool took no notice of that
+            if limit is not None and limit.expired():  # a tool ignored the cancellation
                 return FinishReason.WALL_TIME
 
     async def _view(self) -> Sequence[Message]:
@@ -228,21 +233,21 @@ class AgentLoop:
         return self.messages if isinstance(memory, FullHistory) else await recall_view(memory, self._past)
 
     async def _generate(self, view: Sequence[Message], max_tokens: int | None = None) -> AssistantTurn | None:
-        async with self._speaking:  # a memory may ask several things at once, but there is one sequence to go on with
+        async with self._generating:  # a memory may ask for several generations at once, but there is one sequence
             with self._scope:
                 return await self._generator.generate_turn(view, max_tokens=max_tokens)
 
     async def _remember(self, view: Sequence[Message], max_tokens: int | None) -> str:
         validate_view(view, self._agent.memory, self._past.exchanges)
-        said = await self._generate(view, max_tokens)
-        if said is None:
-            raise PromptTooLong("The memory's own generation leaves no room for one token.")
-        self._record_turn(said, remembers=True)
-        return said.content
+        generated = await self._generate(view, max_tokens)
+        if generated is None:
+            raise PromptTooLong("The prompt of the memory's own generation leaves no room for one token.")
+        self._record_turn(generated, remembers=True)
+        return generated.content
 
-    def _record_turn(self, said: AssistantTurn, *, remembers: bool = False) -> int:
+    def _record_turn(self, generated: AssistantTurn, *, remembers: bool = False) -> int:
         turn = self._recorder.record_turn(
-            said,
+            generated,
             kind="memory" if remembers else "act",
             agent=self._path,
             conversation=self._name,
@@ -254,7 +259,7 @@ class AgentLoop:
         return turn
 
     def _message(self, result: ToolRecord) -> Message:
-        """The message that hands a result to the model, its images after its text."""
+        """Return the message that shows a result to the model, its images after its text."""
         message = self._agent.result_message(result.call, result.observation)
         if not result.images:
             return message
@@ -270,7 +275,7 @@ class AgentLoop:
             invalid = result.failure is not None and result.failure.kind in INVALID_CALL_KINDS
             self._invalid_calls_in_a_row = self._invalid_calls_in_a_row + 1 if invalid else 0
             if self._invalid_calls_in_a_row >= self._agent.max_consecutive_invalid_calls:
-                self._too_many_invalid = True  # also if a call after them in the same turn was a good one
+                self._too_many_invalid = True  # also if a later call of the same turn is valid
         refused = f"Error: not executed, because only {limit} tool calls are allowed."
         return results + [ToolRecord(call, refused) for call in calls[allowed:]]
 
@@ -288,7 +293,7 @@ class AgentLoop:
         return None
 
     async def _delegate(self, tool: Subagent, call: ToolCall) -> ToolRecord:
-        """Have a subagent answer a call in a conversation of its own."""
+        """Run a subagent in its own conversation to answer a call."""
         async with self._context.call() as call_context:
             prompt = await tool.prompt(call.arguments or {}, call_context, truncate=self._runtime.truncate)
         name = "/".join(filter(None, (self._name, call.id)))
@@ -310,8 +315,8 @@ class AgentLoop:
         except ConversationRefused as error:
             return ToolRecord(call, f"Error: {tool.name} had no answer: {error}", failure=Failure.of(error))
         finally:
-            part._runtime.release_rollout(part._rollout_id)
-        if part.last_turns != self.last_turns:  # it has taken a turn
+            part.release()
+        if part.last_turns != self.last_turns:  # the subagent has taken a turn
             self._ends_of_subagents += part.last_turns
         if finish in (FinishReason.ANSWERED, FinishReason.DONE):
             return ToolRecord(call, self._runtime.truncate(part.answer, tool.max_output_tokens))

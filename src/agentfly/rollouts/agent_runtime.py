@@ -35,21 +35,21 @@ logger = logging.getLogger(__name__)
 
 
 def chat_format_of(agent: Agent, tokenizer: Tokenizer) -> ChatFormat:
-    """The chat format in which an agent converses with a model; raises as `resolve_chat_format`."""
+    """Return the chat format in which an agent converses with a model. Raises the errors of `resolve_chat_format`."""
     return resolve_chat_format(agent, tokenizer)[1]
 
 
 def resolve_chat_format(agent: Agent, tokenizer: Tokenizer) -> tuple[Agent, ChatFormat]:
-    """An agent with the tool-call format that it uses with a model, and the chat format of their conversations.
+    """Return an agent with the tool-call format that it uses with a model, and the chat format of its conversations.
 
-    Where ``agent.chat_format`` leaves the choice, that is the hand-written one of the ``renderers`` package if the
-    package is installed, knows the model by its Hugging Face id, and can carry the conversations; and otherwise
-    what the model's template tells. For models that see images it is the template's.
+    With ``agent.chat_format="auto"``, the hand-written format of the ``renderers`` package is used if the package is
+    installed, knows the model by its Hugging Face id, and supports the conversations. Otherwise the format is derived
+    from the model's chat template. Models that take images always use the template.
 
     Raises:
-        ConfigError: a format is asked for that there is not, or that the model's template does not speak of.
-        PrerequisiteError: the package is asked for and not installed.
-        ChatFormatError: the model's chat template cannot carry this agent's conversations; the message says why.
+        ConfigError: the requested format does not exist, or the model's template does not support it.
+        PrerequisiteError: the package is requested and not installed.
+        ChatFormatError: the model's chat template cannot render this agent's conversations; the message says why.
     """
     by_hand = _renderer_of(agent, tokenizer)
     if by_hand is not None:
@@ -77,7 +77,7 @@ def _by_hand(name: str, agent: Agent, tokenizer: Tokenizer) -> ChatFormat:
 
 
 def _with_format(agent: Agent, tokenizer: Tokenizer) -> Agent:
-    """The agent with the tool-call format that it and its model's template have in common."""
+    """Return the agent with the tool-call format that both it and its model's template support."""
     if not agent.tools:
         return agent
     own = resolve_format(agent.format, tokenizer.chat_template, str(agent.model))
@@ -96,7 +96,7 @@ def _exchanges(agent: Agent) -> list[ProbeExchange]:
 
 
 def _renderer_of(agent: Agent, tokenizer: Tokenizer) -> str | None:
-    """The hand-written format that an agent is to use; None for its model's template."""
+    """Return the name of the hand-written format to use, or None for the model's template."""
     asked, _, name = agent.chat_format.partition(":")
     if asked == "template" or (tokenizer.vision is not None and asked != "renderers"):
         return None
@@ -104,7 +104,7 @@ def _renderer_of(agent: Agent, tokenizer: Tokenizer) -> str | None:
     if known is None and asked == "renderers":
         raise ConfigError(
             f"The renderers package is not installed, or does not know the model {str(agent.model)!r} by that name. "
-            "Say which of its formats it is, for instance Agent(chat_format='renderers:qwen3'), or 'template'."
+            "Name the format to use, for instance Agent(chat_format='renderers:qwen3'), or use 'template'."
         )
     return known
 
@@ -115,21 +115,21 @@ SamplingOverride = Callable[[SamplingParams], SamplingParams]
 
 
 def keep_sampling(sampling: SamplingParams) -> SamplingParams:
-    """Sample as the agent says."""
+    """Return the agent's own sampling parameters unchanged."""
     return sampling
 
 
 @dataclass(frozen=True)
 class AgentRuntime:
-    """An agent that can speak.
+    """An agent with the policy and the chat format that it runs with.
 
     Attributes:
         agent: the agent.
-        policy: what it speaks by.
-        chat: renders and reads for a policy that takes token ids; None for one that takes messages.
-        strategy: how its turns become token sequences, by name.
-        other_model: the name of its model, where that is not the one that the rollouts are about; empty where it is.
-        subagents: the voices of its subagents, by the names of their tools.
+        policy: generates its turns.
+        chat: the chat format for a policy that takes token ids; None for one that takes messages.
+        strategy: name of the strategy by which its turns become token sequences.
+        other_model: the name of its model, if it is not the model of the main agent; else empty.
+        subagents: the runtimes of its subagents, by the names of their tools.
     """
 
     agent: Agent
@@ -148,18 +148,18 @@ class AgentRuntime:
         strategy: str = "chain",
         others: Mapping[str, Policy | ChatPolicy] = NO_POLICIES,
     ) -> AgentRuntime:
-        """The voice of an agent, and those of its subagents.
+        """Create the runtime of an agent and of its subagents.
 
         Args:
             agent: the agent.
-            policy: what it speaks by, and each of its subagents that has the same model.
+            policy: generates the turns of the agent, and of each subagent with the same model.
             strategy: how turns become token sequences.
-            others: what subagents with another model speak by, by the model.
+            others: policies of subagents with another model, by the model's name.
 
         Raises:
             ChatFormatError: a policy's chat format cannot be continued turn by turn.
-            ConfigError: there is no such strategy, no policy for a subagent's model, or no tool-call format that an
-                agent's model and its chat template have in common.
+            ConfigError: the strategy is unknown, a subagent's model has no policy, or an agent and its model's chat
+                template have no tool-call format in common.
         """
         require_strategy(strategy)
         return cls._of(agent, strategy, {**others, str(agent.model): policy}, str(agent.model))
@@ -168,7 +168,7 @@ class AgentRuntime:
     def _of(cls, agent: Agent, strategy: str, policies: Mapping[str, Policy | ChatPolicy], own: str) -> AgentRuntime:
         model = str(agent.model)
         if model not in policies:
-            raise ConfigError(f"A subagent speaks by the model {model!r}, for which there is no policy among `others`.")
+            raise ConfigError(f"A subagent uses the model {model!r}, and `others` has no policy for it.")
         policy = policies[model]
         chat = None
         if isinstance(policy, Policy):
@@ -187,7 +187,7 @@ class AgentRuntime:
 
     @cached_property
     def truncate(self) -> Truncate:
-        """Cuts what tools say by the tokens of the policy's model, where they can be counted here."""
+        """Truncates observations by the tokens of the policy's model, or by characters where tokens are not counted."""
         policy = self.token_policy
         return (
             TokenTruncator(policy.tokenizer)
@@ -198,12 +198,12 @@ class AgentRuntime:
     def turn_generator(
         self, sequences: list[TokenSequence], rollout_id: str, change: SamplingOverride = keep_sampling
     ) -> TurnGenerator:
-        """The model's side of one conversation.
+        """Create the turn generator of one conversation.
 
         Args:
-            sequences: where its tokens are recorded.
-            rollout_id: the conversation's name, under which the policy may keep what it knows of earlier turns.
-            change: changes how the model that the rollouts are about samples.
+            sequences: receives the token sequences of the conversation.
+            rollout_id: id of the conversation, under which the policy may cache earlier turns.
+            change: changes how the main agent's model samples.
         """
         agent, policy, sampling = self.agent, self.token_policy, self.sampling(change)
         if self.chat is None or policy is None:
@@ -226,15 +226,15 @@ class AgentRuntime:
         return TokenTurnGenerator(agent, policy, self.chat, strategy, recorder, sampling, rollout_id, limited=limited)
 
     def sampling(self, change: SamplingOverride = keep_sampling) -> SamplingParams:
-        """How the agent samples; ``change`` may change it, unless it speaks by another model than the rollouts' own.
+        """Return the agent's sampling parameters, changed by ``change`` if it uses the main agent's model.
 
-        The ids at which its format stops are not among it.
+        They do not include the stop ids of its chat format.
         """
         agent = self.agent
         params = SamplingParams(agent.temperature, agent.top_p, agent.top_k, max_tokens=agent.max_tokens_per_turn)
         return params if self.other_model else change(params)
 
     def release_rollout(self, rollout_id: str) -> None:
-        """The conversation of this name has ended: what the policy keeps for it may go."""
+        """Let the policy discard what it keeps for a conversation that has ended."""
         if self.token_policy is not None:
             self.token_policy.release_rollout(rollout_id)

@@ -16,18 +16,18 @@ from agentfly.rollouts.rollout import RunnerDependencies
 
 @dataclass(eq=False, slots=True)
 class AttemptGroup:
-    """The attempts at one task: those that wait, run, and have ended.
+    """The attempts at one task: waiting, running and finished.
 
     Attributes:
-        group_id: its name.
+        group_id: the group's id.
         task: the task.
-        occurrence: how many groups of the batch were about a task of the same id before this one.
-        attempts: how many attempts there are to be.
-        begun: how many of them have begun.
-        ended: what came of those that have ended, in the order of their ends.
-        cancelled: whether it was cancelled: no further attempt begins, and those that run end.
-        scored: how many attempts were scored as a group in an earlier run.
-        partly_delivered: whether a trajectory was handed out alone.
+        occurrence: number of earlier groups of the batch whose task has the same id.
+        attempts: total number of attempts.
+        begun: number of attempts that have begun.
+        ended: trajectories of the finished attempts, in the order in which they finished.
+        cancelled: whether the group was cancelled: no further attempt begins, and running ones end.
+        scored: number of attempts that were scored as a group in an earlier run.
+        partly_delivered: whether a trajectory of the group was delivered on its own.
     """
 
     group_id: str
@@ -42,7 +42,7 @@ class AttemptGroup:
 
     @property
     def waiting(self) -> int:
-        """How many attempts have still to begin."""
+        """Number of attempts that have not begun."""
         return 0 if self.cancelled else self.attempts - self.begun
 
     @property
@@ -52,17 +52,17 @@ class AttemptGroup:
 
     @property
     def complete(self) -> bool:
-        """Whether every attempt has come to its own end, none cut off by a cancellation."""
+        """Whether every attempt has finished without being cancelled."""
         finishes = [trajectory.finish_reason for trajectory in self.ended]
         return len(finishes) == self.attempts and FinishReason.CANCELLED not in finishes
 
     @property
     def by_attempt(self) -> list[Trajectory]:
-        """What came of the attempts that have ended, in the order of the attempts."""
+        """Trajectories of the finished attempts, in the order of the attempts."""
         return sorted(self.ended, key=lambda trajectory: trajectory.attempt)
 
     def begin(self) -> Trajectory:
-        """The record of the next attempt, which begins."""
+        """Begin the next attempt. Return its empty trajectory."""
         attempt = self.begun
         self.begun += 1
         return Trajectory(f"{self.group_id}.{attempt}", self.group_id, self.task, attempt)
@@ -70,7 +70,7 @@ class AttemptGroup:
     def cancel_ended(self) -> int:
         """Mark the finished attempts as cancelled. Return how many of them had succeeded.
 
-        They become copies, so that scoring which takes no notice writes into nothing that is still looked at.
+        They are replaced by copies, so that scoring that ignores its cancellation cannot change them.
         """
         sound = [trajectory for trajectory in self.ended if not trajectory.infrastructure_failed]
         self.ended = [
@@ -91,14 +91,14 @@ class AttemptGroup:
 logger = logging.getLogger(__name__)
 
 PREFETCH_TASKS = 8
-"""Tasks that are prepared for beyond the one whose rollout begins: enough to keep fetching, too few to fill a disk."""
+"""How many tasks ahead of the next one are prepared: enough to keep fetching, too few to fill a disk."""
 
 
 class Prefetcher:
-    """Has the engine prefetch what tools and reward have declared for tasks whose turn comes soon.
+    """Prefetches the resources that tools and reward declare for upcoming tasks.
 
     Args:
-        around: what all rollouts share.
+        dependencies: what all rollouts share.
     """
 
     def __init__(self, dependencies: RunnerDependencies) -> None:
@@ -110,15 +110,15 @@ class Prefetcher:
             specs = self._dependencies.resources_for(task)
             self._dependencies.engine.prefetch(spec for spec in specs if spec.preparation_key is not None or spec.warm)
         except Exception as error:  # also of a user's own spec
-            logger.debug("Nothing is prefetched for task %s, whose rollouts will tell: %s", task.id, error)
+            logger.debug("Nothing is prefetched for task %s; its rollouts will report why: %s", task.id, error)
 
 
 class Backlog:
-    """Groups in the order in which they were added, read from where they come from only as far as needed.
+    """Groups of attempts that wait, in the order in which they were added. Tasks are read only as far as needed.
 
     Args:
-        label: begins the ids of the groups; their numbers follow.
-        expect: told of each task some tasks before its turn comes.
+        label: prefix of the groups' ids, before their numbers.
+        expect: called with each task, some tasks before its rollouts begin.
         first: number of the first group.
     """
 
@@ -134,11 +134,11 @@ class Backlog:
 
     @property
     def rollouts(self) -> int | None:
-        """How many rollouts wait; None while that is not known, because an iterator has not been read to its end."""
+        """Number of waiting rollouts; None while it is unknown because an iterator has not been read to its end."""
         return None if self._unread is None else self._unread + sum(group.waiting for group in self._read)
 
     def add(self, tasks: Iterable[Row], attempts: int) -> None:
-        """Add groups of so many attempts at each of the tasks."""
+        """Add a group of ``attempts`` rollouts for each task."""
         size = len(tasks) if isinstance(tasks, Sized) else None
         self._sources.append((iter(tasks), attempts))
         if size is None:
@@ -147,11 +147,11 @@ class Backlog:
             self._unread += size * attempts
 
     def next_group(self) -> AttemptGroup | None:
-        """The group whose next attempt comes next; None if nothing waits.
+        """Return the group whose next attempt begins next; None if nothing waits.
 
         Raises:
-            ConfigError: what the iterator gives is no task, nor anything that one can be made of.
-            Exception: what the iterator raises.
+            ConfigError: the iterator returned something that is not a task and cannot be converted to one.
+            Exception: the iterator raised it.
         """
         while True:
             while self._sources and len(self._read) <= PREFETCH_TASKS:
@@ -162,7 +162,7 @@ class Backlog:
         return self._read[0] if self._read else None
 
     def cancel(self, group_id: str) -> bool:
-        """Have no further attempt of a group begin. False if no group of that name waits, or could come still."""
+        """Let no further attempt of a group begin. Return False if no such group waits or can still be read."""
         label, _, written = group_id.rpartition("-")
         number = whole_number(written)
         if label != self._label or number is None or str(number) != written:

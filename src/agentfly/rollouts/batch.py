@@ -25,14 +25,14 @@ from agentfly.rollouts.scoring import ScoreGroup
 
 @dataclass(frozen=True, slots=True)
 class BatchProgress:
-    """How far a batch is, in numbers of rollouts.
+    """Numbers of rollouts of a batch by state.
 
     Attributes:
-        waiting: have not begun; None while that is not known, because the tasks come from an iterator.
-        running: have begun and not ended, or their group is being scored.
-        ready: have ended and were not handed out yet.
-        delivered: were handed out.
-        cancelled: have ended because they were cancelled, after they had begun.
+        waiting: not begun; None while unknown because the tasks come from an iterator.
+        running: begun and not finished, or their group is being scored.
+        ready: finished and not delivered yet.
+        delivered: returned to the caller.
+        cancelled: ended by a cancellation after they had begun.
     """
 
     waiting: int | None
@@ -43,14 +43,14 @@ class BatchProgress:
 
     @property
     def unclaimed(self) -> int:
-        """Those that have begun and were not handed out: what there is beyond what was enough."""
+        """Number of rollouts that have begun and were not delivered."""
         return self.running + self.ready
 
 
 class Batch:
-    """Rollouts that run side by side, and are handed out as they finish; more of them can be added at any time.
+    """Concurrent rollouts, delivered as they finish. More can be added at any time.
 
-    Made by `Runner.batch`. Iterating hands out each trajectory once, and ends when nothing is left that was added:
+    Created by `Runner.batch`. Iteration delivers each trajectory once, and ends when all added rollouts are delivered:
 
     ``async with runner.batch(tasks, attempts=8) as batch: async for trajectory in batch: …``
 
@@ -58,15 +58,15 @@ class Batch:
     Call `cancel` to stop them. Leaving the block cancels unfinished rollouts and releases their resources.
 
     Args:
-        make: makes the rollout that fills a trajectory, tells the guest of its waits for resources, and can ask
-            whether it was cancelled.
-        admission: lets the rollouts begin.
-        backlog: holds those that have not begun.
-        health: says when too many were spoiled.
-        attempts: rollouts a task, if not said otherwise.
-        priority: rollouts of a higher one begin, and get resources, first.
-        record: where what has finished is written, and found again.
-        score_group: scores groups. The trajectories of a group are then handed out together, once it is whole.
+        make: creates the rollout that fills a trajectory. Its second argument is the rollout's admission ticket. Its
+            third argument returns whether the rollout was cancelled.
+        admission: decides when rollouts begin.
+        backlog: the rollouts that have not begun.
+        failure_budget: stops the batch after too many infrastructure failures.
+        attempts: default number of rollouts per task.
+        priority: rollouts of a higher priority begin, and get resources, first.
+        record: stores finished rollouts, and finds those of an earlier run.
+        score_group: scores groups. The trajectories of a group are then delivered together, once all have finished.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Batch:
         *,
         admission: Admission,
         backlog: Backlog,
-        health: FailureBudget,
+        failure_budget: FailureBudget,
         attempts: int = 1,
         priority: int = 0,
         record: RolloutStore | None = None,
@@ -85,36 +85,36 @@ class Batch:
         self._make = make
         self._admission = admission
         self._backlog = backlog
-        self._health = health
+        self._failure_budget = failure_budget
         self._attempts = attempts
         self._record = record
         self._score_group = score_group
         self._rollout_tasks = RolloutTasks(self._give_up)
-        self._groups: dict[str, AttemptGroup] = {}  # that have begun and are not whole
+        self._groups: dict[str, AttemptGroup] = {}  # begun and not settled
         self._writes: set[asyncio.Future[None]] = set()
         self._ready: OrderedDict[str, Trajectory] = OrderedDict()
-        self._whole: OrderedDict[str, AttemptGroup] = OrderedDict()  # of which nothing was handed out alone
-        self._begun = self._handed_out = self._cancelled = 0
+        self._complete: OrderedDict[str, AttemptGroup] = OrderedDict()  # settled; nothing of them was delivered alone
+        self._begun = self._delivered = self._cancelled = 0
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
         self._closed = False
 
-    # --- what is asked for --------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def add(self, tasks: Tasks, *, attempts: int | None = None) -> None:
-        """Ask for more rollouts, which begin after those that were asked for before.
+        """Add rollouts, which begin after all that were added before.
 
         Args:
-            tasks: as of `agentfly.run`. An iterable that is no list is read, on the event loop, a few tasks ahead of
-                what begins.
-            attempts: rollouts a task; as the batch was made with if not given.
+            tasks: see `agentfly.run`. An iterable that is not a list is read on the event loop, a few tasks ahead of
+                the rollouts.
+            attempts: number of rollouts per task; the default of the batch if not given.
 
         Raises:
             UsageError: the batch is closed.
-            ConfigError: there is no task in what is given for one.
+            ConfigError: ``tasks`` holds something that is not a task and cannot be converted to one.
         """
         if self._closed:
-            raise UsageError("This batch is closed. Make another one with runner.batch(…).")
+            raise UsageError("This batch is closed. Create another one with runner.batch(…).")
         if attempts is not None:
             require_whole("batch.add", attempts=attempts)
         self._backlog.add(tasks_to_read(tasks), self._attempts if attempts is None else attempts)
@@ -122,109 +122,109 @@ class Batch:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the batch was closed."""
         return self._closed
 
     @property
     def progress(self) -> BatchProgress:
-        """How far it is."""
+        """Current numbers of rollouts by state."""
         ready = len(self._ready)
         return BatchProgress(
             waiting=self._backlog.rollouts,
-            running=self._begun - ready - self._handed_out,
+            running=self._begun - ready - self._delivered,
             ready=ready,
-            delivered=self._handed_out,
+            delivered=self._delivered,
             cancelled=self._cancelled,
         )
 
-    # --- what comes of it ---------------------------------------------------------------------------------------------
+    # --- results ------------------------------------------------------------------------------------------------------
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Trajectory:
-        """The next trajectory.
+        """Return the next finished trajectory.
 
         Raises:
-            StopAsyncIteration: all that was added was handed out.
-            FailureBudgetExceeded: infrastructure has spoiled too many rollouts, or each of them. The rest was
-                cancelled.
-            UsageError: the batch was closed while this waited.
+            StopAsyncIteration: all added rollouts were delivered.
+            FailureBudgetExceeded: too many rollouts, or all of them, failed for reasons of infrastructure. The others
+                were cancelled.
+            UsageError: the batch was closed during the wait.
         """
         while not self._ready:
             if not await self._more():
                 raise StopAsyncIteration
         trajectory = next(iter(self._ready.values()))
-        if group := self._whole.pop(trajectory.group_id, None) or self._groups.get(trajectory.group_id):
+        if group := self._complete.pop(trajectory.group_id, None) or self._groups.get(trajectory.group_id):
             group.partly_delivered = True
-        return self._hand_out(trajectory)
+        return self._deliver(trajectory)
 
     async def groups(self) -> AsyncIterator[list[Trajectory]]:
-        """The trajectories by groups, each as it becomes whole, in the order of the attempts.
+        """Yield the trajectories of each group once all its attempts have finished, in the order of the attempts.
 
-        A group of which a trajectory was handed out alone before does not come again.
+        Groups of which a trajectory was already delivered on its own are left out.
 
         Raises:
-            FailureBudgetExceeded: as iterating.
+            FailureBudgetExceeded: see `__anext__`.
         """
-        while self._whole or await self._more():
-            if self._whole:
-                yield self._hand_out_group()
+        while self._complete or await self._more():
+            if self._complete:
+                yield self._deliver_group()
 
     async def take(self, groups: int, *, rest: Literal["keep", "cancel"] = "keep") -> list[Trajectory]:
-        """The trajectories of as many groups as are enough, the first to become whole; of all if there are no more.
+        """Return the trajectories of the first ``groups`` groups to finish, or of all groups if there are fewer.
 
-        A cancelled group does not count as one, and its trajectories are in the answer all the same.
+        Cancelled groups do not count, but their trajectories are returned, too.
 
         Args:
-            groups: how many are enough.
-            rest: what becomes of the others: ``keep`` lets them run on, for the next call; ``cancel`` ends them. The
-                answer then holds all that had begun, with `FinishReason.CANCELLED` where it had not ended.
+            groups: number of groups.
+            rest: ``keep`` lets the other groups run for the next call. ``cancel`` ends them, and the result then holds
+                all rollouts that had begun, with `FinishReason.CANCELLED` for those that had not finished.
 
         Raises:
-            FailureBudgetExceeded: as iterating. What has finished can still be iterated over.
+            FailureBudgetExceeded: see `__anext__`. Finished trajectories can still be iterated over.
         """
-        while sum(group.complete for group in self._whole.values()) < groups and await self._more():
+        while sum(group.complete for group in self._complete.values()) < groups and await self._more():
             pass
         if rest == "cancel":
             await self.cancel()
         taken: list[Trajectory] = []
-        while self._whole and (groups > 0 or rest == "cancel"):
-            groups -= next(iter(self._whole.values())).complete
-            taken += self._hand_out_group()
+        while self._complete and (groups > 0 or rest == "cancel"):
+            groups -= next(iter(self._complete.values())).complete
+            taken += self._deliver_group()
         return taken
 
     async def _more(self) -> bool:
-        """Wait until something has changed; False if nothing will."""
+        """Wait until something has changed. Return False if nothing can change any more."""
         if self._error is not None:
             raise self._error
         if self._closed or not (self.progress.running or self._backlog.rollouts != 0):
-            if error := self._health.error_if_all_failed():
+            if error := self._failure_budget.error_if_all_failed():
                 raise error
             return False
         self._changed.clear()
         await self._changed.wait()
         if self._closed:
-            raise UsageError("This batch was closed, perhaps with its runner, while its trajectories were waited for.")
+            raise UsageError("This batch was closed, perhaps with its runner, during a wait for its trajectories.")
         return True
 
-    def _hand_out(self, trajectory: Trajectory) -> Trajectory:
-        self._handed_out += 1
+    def _deliver(self, trajectory: Trajectory) -> Trajectory:
+        self._delivered += 1
         return self._ready.pop(trajectory.rollout_id)
 
-    def _hand_out_group(self) -> list[Trajectory]:
-        _, group = self._whole.popitem(last=False)
-        return [self._hand_out(trajectory) for trajectory in group.by_attempt]
+    def _deliver_group(self) -> list[Trajectory]:
+        _, group = self._complete.popitem(last=False)
+        return [self._deliver(trajectory) for trajectory in group.by_attempt]
 
-    # --- how it ends --------------------------------------------------------------------------------------------------
+    # --- cancellation -------------------------------------------------------------------------------------------------
 
     def cancel_group(self, group_id: str) -> None:
-        """End the attempts of a group: none begins any more, and those that run are cancelled.
+        """Cancel a group: running attempts are cancelled, and no further attempt begins.
 
-        They are handed out as the others, with `FinishReason.CANCELLED`, once their resources are given back.
+        Cancelled attempts are delivered like others, with `FinishReason.CANCELLED`, once their resources are released.
 
         Raises:
-            UsageError: no attempt of such a group waits or runs, and it is not being scored.
+            UsageError: the group has no waiting or running attempt, and is not being scored.
         """
         groups = {group.group_id: group for group in (*self._groups.values(), *self._rollout_tasks.groups())}
         if group := groups.get(group_id):
@@ -232,13 +232,14 @@ class Batch:
             self._rollout_tasks.cancel(group)
             self._check_complete(group)
         elif not self._backlog.cancel(group_id):
-            raise UsageError(f"There is no group {group_id!r} in this batch of which an attempt waits or runs.")
+            raise UsageError(f"This batch has no group {group_id!r} with a waiting or running attempt.")
         self._changed.set()
 
     async def cancel(self) -> None:
-        """End all that has not ended; return when it has, its resources given back.
+        """Cancel all unfinished rollouts, and return when their resources are released.
 
-        What had begun is handed out with `FinishReason.CANCELLED`; what had not is forgotten. More can be added then.
+        Rollouts that had begun are delivered with `FinishReason.CANCELLED`; the others are discarded. More rollouts can
+        be added afterwards.
         """
         self._backlog.clear()
         for group in {*self._groups.values(), *self._rollout_tasks.groups()}:
@@ -247,7 +248,7 @@ class Batch:
         await self._rollout_tasks.end(self._writes)
 
     async def close(self) -> None:
-        """End all that has not ended, hand nothing out any more, and return when everything is given back."""
+        """Cancel all unfinished rollouts, deliver nothing more, and return when all resources are released."""
         self._closed = True
         self._admission.remove(self)
         self._backlog.clear()
@@ -270,7 +271,7 @@ class Batch:
         return not self._over and self._backlog.rollouts != 0
 
     def begin_next(self, ticket: AdmissionTicket) -> bool:
-        """Begin the next rollout; those that had finished in an earlier run are not run again."""
+        """Begin the next rollout. Rollouts that finished in an earlier run are not run again."""
         try:
             while not self._over and (group := self._backlog.next_group()) is not None:
                 self._groups.setdefault(group.group_id, group)
@@ -283,7 +284,7 @@ class Batch:
                     return True
                 group.scored += finished.scored
                 self._ended(group, finished.trajectory)
-        except Exception as error:  # of the tasks' iterator, or of a task that is not the one recorded
+        except Exception as error:  # from the tasks' iterator, or because the task differs from the recorded one
             self._fail(error)
         self._changed.set()
         return False
@@ -305,7 +306,7 @@ class Batch:
             self._propagate(error, task)
             if isinstance(error, asyncio.CancelledError) and self._is_cancelled(group):
                 trajectory.finish_reason, trajectory.reward = FinishReason.CANCELLED, None
-            else:  # a fault of the loop itself, or something in the rollout has cancelled it from within
+            else:  # an error in the loop itself, or code in the rollout has cancelled its own task
                 trajectory.finish_reason, trajectory.failure = FinishReason.FAILED, Failure.of(error)
         finally:
             ticket.release()
@@ -313,17 +314,17 @@ class Batch:
             self._record_then(group, [trajectory], lambda: self._ended(group, trajectory))
 
     def _is_cancelled(self, group: AttemptGroup) -> bool:
-        """Whether what is done for a group was cancelled."""
+        """Return whether the work for a group was cancelled."""
         return group.cancelled or self._over
 
     def _propagate(self, error: BaseException, task: asyncio.Task[Any] | None) -> None:
-        """Raise what ends the program; nobody waits for this batch any more then."""
+        """Raise an error that ends the program. The batch has then failed."""
         if should_propagate(error, task):
             self._fail(error)
             raise error
 
     def _record_then(self, group: AttemptGroup, trajectories: Sequence[Trajectory], then: Callable[[], None]) -> None:
-        """Have trajectories recorded if there is a record, and then go on."""
+        """Record trajectories if there is a record, and then call ``then``."""
         if self._record is None:
             then()
             return
@@ -340,7 +341,7 @@ class Batch:
         writing.add_done_callback(written)
 
     def _ended(self, group: AttemptGroup, trajectory: Trajectory) -> None:
-        """A rollout has ended, and is recorded."""
+        """Process a rollout that has ended and is recorded."""
         group.ended.append(trajectory)
         self._cancelled += trajectory.finish_reason is FinishReason.CANCELLED
         if self._score_group is None:
@@ -348,7 +349,7 @@ class Batch:
         self._check_complete(group)
 
     def _check_complete(self, group: AttemptGroup) -> None:
-        """Go on with a group if it has become whole."""
+        """Score a group, or make it available, once it is settled."""
         if group.settled and self._groups.pop(group.group_id, None) is not None:
             if self._score_group is None or not group.complete or group.scored == group.attempts:
                 self._scored(group)
@@ -358,7 +359,7 @@ class Batch:
         self._changed.set()
 
     async def _score(self, score_group: ScoreGroup, work: RolloutTask) -> None:
-        """Score a group. A failure leaves all of it unscored."""
+        """Score a group. A failure leaves all its attempts unscored."""
         work.begun = True
         group, task = work.group, asyncio.current_task()
         try:
@@ -370,14 +371,14 @@ class Batch:
             self._propagate(error, task)
             if group.cancelled and isinstance(error, asyncio.CancelledError):
                 if not self._over and not work.abandoned:
-                    self._give_up(work)  # on the record the attempts still wait for their score
+                    self._give_up(work)  # on record, the attempts still wait for their score
                 return
             group.mark_unscored(error)
         if not self._over and not work.abandoned:
             self._record_then(group, group.ended, lambda: self._scored(group))
 
     def _give_up(self, work: RolloutTask) -> None:
-        """What a rollout, or the scoring of a group, that does not end may still do counts no more."""
+        """Replace the result of a rollout, or of the scoring of a group, that does not react to its cancellation."""
         if work.trajectory is None:
             self._cancelled += work.group.cancel_ended()
             self._scored(work.group)
@@ -388,12 +389,12 @@ class Batch:
             self._ended(work.group, cancelled)
 
     def _scored(self, group: AttemptGroup) -> None:
-        """Nothing more will happen to a group."""
+        """Make a group available: nothing more will happen to it."""
         if self._score_group is not None:
             for trajectory in group.ended:
                 self._make_ready(trajectory)
         if group.ended and not group.partly_delivered:
-            self._whole[group.group_id] = group
+            self._complete[group.group_id] = group
         self._changed.set()
 
     def _make_ready(self, trajectory: Trajectory) -> None:
@@ -401,12 +402,12 @@ class Batch:
         waiting = self._backlog.rollouts
         rollouts = None if waiting is None else waiting + self._begun
         if trajectory.finish_reason is not FinishReason.CANCELLED and (
-            error := self._health.record(trajectory, rollouts=rollouts)
+            error := self._failure_budget.record(trajectory, rollouts=rollouts)
         ):
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Stop all that runs; whoever iterates gets the error after what was finished."""
+        """Cancel everything. The iteration raises the error after it has delivered what had finished."""
         if self._error is None:
             self._error = error
             self._backlog.clear()

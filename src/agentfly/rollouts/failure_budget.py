@@ -10,34 +10,34 @@ from agentfly.core.errors import AgentFlyError, ConfigError
 from agentfly.core.trajectory import Failure, Trajectory
 
 SMALLEST_WINDOW = 64
-"""Rollouts that are looked back on at least."""
+"""Minimum number of recent rollouts whose failure rate is checked."""
 
 
 class FailureBudgetExceeded(AgentFlyError):
-    """So many rollouts failed for reasons the policy could not cause that going on would be a waste."""
+    """Too many rollouts failed for reasons that the policy could not cause."""
 
 
 class FailureBudget:
-    """Counts what infrastructure spoiled of a batch, and says when that is too much.
+    """Counts infrastructure failures of a batch, and stops it when there are too many.
 
-    It is too much when more than the allowed share of the whole batch is lost, or of the rollouts that ended last. How
-    many those are follows from how many run at a time: failures are often quicker than what is sound, and come first.
-    If of every rollout that begins a share ``s`` fails at once, ``s / (1 - s)`` fail for each that runs on, so with
-    ``n`` at a time a window of ``n / (1 - s)`` is the least in which a run with just that share goes on.
+    There are too many when the failure rate of the whole batch, or of the last rollouts, exceeds the allowed rate. The
+    number of last rollouts (the window) depends on the concurrency, because failures are often quick and come first.
+    If a share ``s`` of the rollouts fails at once, ``s / (1 - s)`` rollouts fail for each one that continues. With
+    ``n`` concurrent rollouts, a run with exactly this rate therefore needs a window of at least ``n / (1 - s)``.
 
     Args:
-        max_failure_rate: the share that may be lost.
-        at_a_time: how many rollouts have run at a time.
+        max_failure_rate: the allowed share of failures, from 0 to 1.
+        at_a_time: returns the largest number of rollouts that ran at the same time.
 
     Raises:
-        ConfigError: the share is none.
+        ConfigError: ``max_failure_rate`` is out of its range.
     """
 
     def __init__(self, max_failure_rate: float, at_a_time: Callable[[], int]) -> None:
         if not 0 <= max_failure_rate <= 1:
-            raise ConfigError(f"max_failure_rate={max_failure_rate!r}: a share lies between 0 and 1.")
+            raise ConfigError(f"max_failure_rate={max_failure_rate!r}: it must be between 0 and 1.")
         self._share = max_failure_rate
-        self._window: deque[bool] = deque()  # whether each of those that ended last was spoiled
+        self._window: deque[bool] = deque()  # whether each of the last rollouts failed
         self._spoiled_lately = 0
         self._at_a_time = at_a_time
         self._ended = 0
@@ -45,11 +45,11 @@ class FailureBudget:
         self._examples: dict[str, Failure] = {}
 
     def record(self, trajectory: Trajectory, *, rollouts: int | None) -> FailureBudgetExceeded | None:
-        """Take note of a rollout that has ended. Answers why the run is to stop, if it is.
+        """Count a rollout that has ended. Return the error with which the run must stop, if any.
 
         Args:
-            trajectory: what came of it.
-            rollouts: how many rollouts the batch has, those that have not begun included; None if that is not known.
+            trajectory: the rollout's trajectory.
+            rollouts: number of rollouts in the batch, those that have not begun included; None if not known.
         """
         self._ended += 1
         spoiled = trajectory.infrastructure_failed
@@ -75,7 +75,7 @@ class FailureBudget:
         return max(SMALLEST_WINDOW, math.ceil(self._at_a_time() / sound_share) if sound_share else 0)
 
     def error_if_all_failed(self) -> FailureBudgetExceeded | None:
-        """Why there is no result to return once every rollout has ended: not one of them was sound."""
+        """Return an error if every rollout that has ended failed for reasons of infrastructure."""
         if self._ended and self._kinds.total() == self._ended:
             return self._error(f"{self._ended} of {self._ended} rollouts")
         return None

@@ -1,4 +1,4 @@
-"""A batch of trajectories as numbers, under the names that the field uses."""
+"""Metrics of a batch of trajectories, under the names that the field uses."""
 
 from __future__ import annotations
 
@@ -28,32 +28,40 @@ METRIC_NAMES = (
     "usage/prompt_tokens",
     "usage/sampled_tokens",
 )
-"""The names of `summarize` that do not depend on what happens."""
+"""The metrics of `summarize` with fixed names."""
 
 METRIC_PREFIXES = ("reward_metrics/", "tool_errors/", "failures/", "finish/", "rollout_seconds/", "resource_seconds/")
-"""What the other names begin with: a component of the reward, a cause, a reason, a part of the time."""
+"""Prefixes of the other names, which go on with a component of the reward, a cause, a reason or a part of the time."""
 
 
 def is_success(trajectory: Trajectory) -> bool | None:
-    """Whether a trajectory solved its task: its ``success`` metric, or a reward of at least 1. None if unscored."""
+    """Return whether a trajectory solved its task: its ``success`` metric, else its reward, is at least 1.
+
+    Return None if it is unscored.
+    """
     if trajectory.reward is None:
         return None
     return trajectory.metrics.get("success", trajectory.reward) >= 1.0
 
 
 def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means and counts over trajectories; every value is finite.
+    """Return means and counts over trajectories. Every value is finite.
 
-    Means of reward and success are over the scored trajectories that infrastructure did not spoil, and left out where
-    there is none; other means over those that ended by themselves and were not spoiled. ``truncated/rate`` is the
-    share in which a limit on tokens cut something off, ``sequences/mean`` the number of token sequences of a trajectory
-    (under the chain strategy, one for each conversation, a subagent's too, and one more for each break), of which
-    ``sequence_breaks/mean`` are those begun beyond the first of each conversation, ``invalid_calls/rate`` the share of
-    the tool calls that could not be executed at all. The spoiled are counted by cause under ``failures/…``, tool errors
-    under ``tool_errors/…``, and all trajectories by why they ended under ``finish/…``.
-    Lengths and sequences are left out where text came without token ids, so that nobody knows them. ``usage/…`` is the
-    number of tokens that all turns read and sampled, those of spoiled rollouts included; ``usage/unknown_turns`` those
-    turns whose number of tokens an endpoint did not tell, if there are any.
+    Means of reward and success are over scored trajectories without an infrastructure failure; they are left out if
+    there are none. Other means are over all trajectories that were neither cancelled nor failed for reasons of
+    infrastructure.
+
+    * ``truncated/rate``: share of trajectories in which a token limit cut something off.
+    * ``sequences/mean``: token sequences per trajectory. Under the chain strategy each conversation has one, subagents
+      included, and one more for each break.
+    * ``sequence_breaks/mean``: sequences beyond the first of each conversation.
+    * ``invalid_calls/rate``: share of the tool calls that could not be executed at all.
+    * ``failures/…``: infrastructure and reward failures by cause; ``tool_errors/…``: tool errors by type;
+      ``finish/…``: all trajectories by finish reason.
+    * ``usage/…``: tokens that all turns read and sampled, failed rollouts included. ``usage/unknown_turns`` counts
+      turns whose endpoint reported no numbers, if there are any.
+
+    Lengths and sequences are left out if text came without token ids.
     """
     sound = [t for t in trajectories if not t.infrastructure_failed and t.finish_reason is not FinishReason.CANCELLED]
     scored = [t for t in sound if t.reward is not None]
@@ -94,11 +102,11 @@ def summarize(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def occupancy_metrics(before: Mapping[str, Occupancy], after: Mapping[str, Occupancy]) -> dict[str, float]:
-    """What a batch made of its resources between two looks at `ResourceEngine.occupancy`, in seconds of all instances.
+    """Return how a batch used its resources between two readings of `ResourceEngine.occupancy`.
 
-    By the specs' labels: ``alive``, of that ``held`` by rollouts, and of that ``busy``, with something running in it.
-    Pools that are held much and busy little are where ``idle="freeze"`` saves processor time, and more capacity,
-    rather than faster tools, makes a run faster.
+    The values are seconds summed over the instances of each spec's label: ``alive``, the part of it that was ``held``
+    by rollouts, and the part of that which was ``busy`` running something. For a pool that is held much and busy
+    little, ``idle="freeze"`` saves processor time, and more capacity makes a run faster rather than faster tools.
     """
     metrics = {}
     for label, total in sorted(after.items()):
@@ -116,12 +124,12 @@ def _causes(trajectories: Sequence[Trajectory]) -> Counter[str]:
 
 
 def _usage(turns: Sequence[Turn]) -> dict[str, float]:
-    told = [turn for turn in turns if turn.prompt_tokens is not None and turn.sampled_tokens is not None]
+    known = [turn for turn in turns if turn.prompt_tokens is not None and turn.sampled_tokens is not None]
     usage = {
-        "usage/prompt_tokens": float(sum(turn.prompt_tokens or 0 for turn in told)),
-        "usage/sampled_tokens": float(sum(turn.sampled_tokens or 0 for turn in told)),
+        "usage/prompt_tokens": float(sum(turn.prompt_tokens or 0 for turn in known)),
+        "usage/sampled_tokens": float(sum(turn.sampled_tokens or 0 for turn in known)),
     }
-    return usage if len(told) == len(turns) else usage | {"usage/unknown_turns": float(len(turns) - len(told))}
+    return usage if len(known) == len(turns) else usage | {"usage/unknown_turns": float(len(turns) - len(known))}
 
 
 def _invalid(result: ToolRecord) -> bool:

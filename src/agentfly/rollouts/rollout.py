@@ -40,10 +40,10 @@ class RunnerDependencies:
         return self.runtime.agent
 
     def resources_for(self, task: Task) -> list[ResourceSpec[Any]]:
-        """The resources that the tools and the reward have declared for a task.
+        """Return the resources that the tools and the reward declare for a task.
 
         Raises:
-            UsageError: a function that says so failed for this task.
+            UsageError: a function that declares resources failed for this task.
         """
         return [*self.agent.resources_for(task), *(self.reward.resources_for(task) if self.reward is not None else ())]
 
@@ -51,42 +51,42 @@ class RunnerDependencies:
 class Rollout:
     """One attempt of an agent at a task.
 
-    Everything that goes wrong inside ends this rollout only, and is typed in its trajectory; resources go back however
-    it ends. Only cancellation is raised, also where a tool, a reward or a policy has caught it and gone on.
+    A failure ends only this rollout, and its trajectory records it. Resources are always released. Only a cancellation
+    is raised, even if a tool, a reward or a policy has caught it.
 
     Args:
-        surroundings: what all rollouts share.
-        trajectory: the record to fill, with its ids and task.
+        dependencies: what all rollouts share.
+        trajectory: the trajectory to fill, with its ids and task.
         sampling: changes how the policy samples.
-        priority: of this rollout's requests for resources; higher goes first.
-        notice: told of this rollout's waits for resources.
-        generation: entered while the policy that the rollouts are about makes a generation.
-        unwanted: whether the rollout was cancelled, and counts no more whatever it still does.
+        priority: priority of this rollout's requests for resources; higher goes first.
+        wait_observer: informed of this rollout's waits for resources.
+        generation: a context manager, entered while the main agent's policy generates.
+        cancelled: returns whether the rollout was cancelled, so that its result no longer counts.
     """
 
     def __init__(
         self,
-        surroundings: RunnerDependencies,
+        dependencies: RunnerDependencies,
         trajectory: Trajectory,
         *,
         sampling: SamplingOverride = keep_sampling,
         priority: int = 0,
-        notice: WaitObserver = no_observer,
+        wait_observer: WaitObserver = no_observer,
         generation: AbstractContextManager[None] = NO_SCOPE,
-        unwanted: Callable[[], bool] = lambda: False,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         self._generation = generation
-        self._dependencies = surroundings
-        self._unwanted = unwanted
+        self._dependencies = dependencies
+        self._is_cancelled = cancelled
         self._started = time.perf_counter()
         self._closing: asyncio.Task[None] | None = None
         self._finished = False
         self._sampling = sampling
-        self._context = Context(trajectory, surroundings.engine, priority=priority, wait_observer=notice)
+        self._context = Context(trajectory, dependencies.engine, priority=priority, wait_observer=wait_observer)
         self.trajectory = trajectory
 
     async def run(self) -> Trajectory:
-        """Converse, score the result, and give everything back."""
+        """Run the agent, score the result, and release all resources."""
         trajectory, events = self.trajectory, self._dependencies.events
         self._started = time.perf_counter()
         trajectory.seconds = {"generation": 0.0, "tools": 0.0, "reward": 0.0}
@@ -95,45 +95,45 @@ class Rollout:
         )
         try:
             await self._run_agent()
-            self._go_on_if_wanted()
+            self._raise_if_cancelled()
             await score_rollout(trajectory, self._dependencies.reward, self._context, events)
-            self._go_on_if_wanted()
+            self._raise_if_cancelled()
         except asyncio.CancelledError:
-            self._cancelled()
+            self._mark_cancelled()
             raise
         finally:
             await self._end()
         return trajectory
 
     async def abandon(self) -> None:
-        """Give everything back though the rollout does not end; what it still does counts no more."""
+        """Release all resources of a rollout that does not end. Its result no longer counts."""
         if not self._finished:
-            self._cancelled()
+            self._mark_cancelled()
         await self._end()
 
-    def _cancelled(self) -> None:
+    def _mark_cancelled(self) -> None:
         trajectory = self.trajectory
         trajectory.finish_reason = FinishReason.CANCELLED
         trajectory.reward = trajectory.failure = trajectory.reward_failure = None
 
-    def _go_on_if_wanted(self) -> None:
-        if self._unwanted():  # and something has caught the cancellation
+    def _raise_if_cancelled(self) -> None:
+        if self._is_cancelled():  # and user code has caught the cancellation
             raise asyncio.CancelledError
 
     async def _end(self) -> None:
-        """Give everything back, once, however often whoever waits for that is cancelled."""
+        """Release all resources once, even if the waiting task is cancelled several times."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._context.close())
         try:
             await asyncio.shield(self._closing)
         except asyncio.CancelledError:
-            self._cancelled()
+            self._mark_cancelled()
             raise
         finally:
             self._finish()
 
     def _finish(self) -> None:
-        """Tell of the end, once. From here on the rollout has ended, and cannot be cancelled any more."""
+        """Emit the final event, once. From here on the rollout has ended and cannot be cancelled."""
         if self._finished:
             return
         self._finished = True
@@ -155,7 +155,7 @@ class Rollout:
                 context=self._context,
                 sampling=self._sampling,
                 generation=self._generation,
-                go_on=self._go_on_if_wanted,
+                go_on=self._raise_if_cancelled,
             )
             trajectory.messages = conversation.messages
             try:

@@ -1,4 +1,4 @@
-"""Runner: many rollouts at once, each waiting only for itself."""
+"""Runner: runs many rollouts concurrently."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from agentfly.rollouts.scoring import group_scorer
 from agentfly.rollouts.token_recorder import require_strategy
 
 LIMIT_WARNING_FRACTION = 0.25
-"""From this share of the time on, in which the limit alone held rollouts back, the user is told."""
+"""Share of the time blocked by the limit alone from which the runner warns."""
 
 LIMIT_WARNING_MIN_S = 10.0
-"""Of runs that are shorter nothing is told."""
+"""The runner does not warn about shorter runs."""
 
 logger = logging.getLogger(__name__)
 
 
 def require_agent(agent: object) -> None:
-    """Raise unless ``agent`` is an `Agent`: a function that makes one, or a tool, is easily taken for it.
+    """Check that ``agent`` is an `Agent`, not a tool or a function that creates an agent.
 
     Raises:
         UsageError: it is something else.
@@ -56,7 +56,7 @@ def require_agent(agent: object) -> None:
         raise UsageError(f"{agent.name} is a tool, not an agent. Pass an Agent that has it: Agent(tools=[…]).")
     name = getattr(agent, "__name__", None)
     if callable(agent) and name:
-        raise UsageError(f"{name} is not an Agent. If it makes one, call it and pass an Agent, e.g. {name}('tiny').")
+        raise UsageError(f"{name} is not an Agent. If it creates one, call it and pass the Agent, e.g. {name}('tiny').")
     raise UsageError(f"agent is {type_of(agent)}, not an Agent. Pass an Agent, e.g. Agent(model='tiny').")
 
 
@@ -64,13 +64,13 @@ class BatchSettings(TypedDict, total=False):
     """How a batch of rollouts is run.
 
     Attributes:
-        attempts: rollouts a task; they form a group. 1 if not given.
+        attempts: number of rollouts per task; they form a group. 1 if not given.
         sampling: changes the agent's sampling, for instance ``lambda s: replace(s, temperature=0.0)``.
-        label: begins the ids of the rollouts. Rollouts of the same label, task and attempt sample the same tokens from
-            a seeded policy, so a label must not be in use twice at a time. Made at random if not given.
-        priority: higher ones begin, get resources and are sampled first. 0 if not given.
-        record: where finished rollouts are written, and found again; to be opened before.
-        first_group: number of the first group, which ends its id. 0 if not given.
+        label: prefix of the rollouts' ids. Rollouts of the same label, task and attempt sample the same tokens from a
+            seeded policy, so a label must not be in use twice at the same time. Random if not given.
+        priority: rollouts of a higher priority begin, get resources and are sampled first. 0 if not given.
+        record: stores finished rollouts, and finds those of an earlier run. Open it before.
+        first_group: number of the first group, the last part of its id. 0 if not given.
     """
 
     attempts: int
@@ -82,7 +82,7 @@ class BatchSettings(TypedDict, total=False):
 
 
 class RunnerSettings(TypedDict, total=False):
-    """The settings of a `Runner` besides its agent and reward, which say what they mean."""
+    """The settings of a `Runner` besides its agent and reward; see `Runner` for their meanings."""
 
     policy: Policy | ChatPolicy | None
     engine: ResourceEngine | None
@@ -99,13 +99,13 @@ class Runner:
 
     ``async with Runner(agent) as runner: trajectories = await runner.collect(tasks, attempts=8)``
 
-    A policy or engine that is given belongs to the caller; one that is not given is made, and released when the runner
-    is left. A policy that is not in use yet is entered, and left with the runner.
+    A policy or engine that is passed in belongs to the caller. If it is not given, the runner creates one, and closes
+    it when the block is left. A policy that is not in use yet is entered, and closed with the runner.
 
     Args:
         agent: the agent.
-        policy: where tokens come from; made from ``agent.model`` if not given.
-        engine: schedules the resources; made if not given.
+        policy: the source of tokens; created from ``agent.model`` if not given.
+        engine: schedules the resources; created if not given.
         reward: scores the finished rollouts; without one, the sum of the tools' rewards is the score.
         events: where events go.
         max_concurrent_rollouts: how many rollouts run at a time at most; if not given, as many as keep the policy busy
@@ -166,7 +166,7 @@ class Runner:
         self._subagent_policies = subagent_policies
         self._max_concurrent = max_concurrent_rollouts
         self._max_concurrent_starts = max_concurrent_starts
-        self._max_failure_share = max_failure_rate
+        self._max_failure_rate = max_failure_rate
         self._owned = AsyncExitStack()
         self._admission: Admission | None = None
         self._batches: set[Batch] = set()
@@ -207,7 +207,7 @@ class Runner:
     ) -> None:
         self._dependencies = None
         if self._admission is not None:
-            self._tell_of_limit(self._admission)
+            self._warn_of_limit(self._admission)
         try:
             closed = await asyncio.gather(*(batch.close() for batch in self._batches), return_exceptions=True)
             failures = [failure for failure in closed if failure is not None]
@@ -219,13 +219,13 @@ class Runner:
             await self._owned.aclose()
 
     def concurrency(self) -> ConcurrencyStats:
-        """How many rollouts ran so far, and what held others back."""
+        """Return how many rollouts ran so far, and what blocked others."""
         self._require_entered()
         assert self._admission is not None
         return self._admission.meter.read()
 
-    def _tell_of_limit(self, admission: Admission) -> None:
-        """Tell whether more rollouts could have run at a time, where that is known."""
+    def _warn_of_limit(self, admission: Admission) -> None:
+        """Warn if the limit on concurrent rollouts alone delayed others for a good part of the time."""
         found, at_policy = admission.meter.read(), admission.generations
         share = found.blocked_fraction(BlockReason.LIMIT)
         if (
@@ -238,30 +238,31 @@ class Runner:
         if self._max_concurrent is None:
             bound = f"{admission.max_concurrent}, by the memory that was free"
         logger.warning(
-            "For %.0f %% of the time rollouts waited only because as many ran as may (%s). Meanwhile there were %.0f "
-            "generations at a time on average%s. A higher max_concurrent_rollouts may make such a run faster.",
+            "For %.0f %% of the time rollouts waited only because the maximum number was running (%s). Meanwhile there "
+            "were %.0f concurrent generations on average%s. A higher max_concurrent_rollouts may make such a run "
+            "faster.",
             100 * share,
             bound,
             found.generation_seconds / found.seconds,
-            f", where the policy can make {at_policy}" if at_policy is not None else "",
+            f", and the policy can make {at_policy}" if at_policy is not None else "",
         )
 
     def occupancy(self) -> dict[str, Occupancy]:
-        """How much the engine's instances were leased and used so far, by the labels of their specs."""
+        """Return how long the engine's instances were leased and used so far, by the labels of their specs."""
         return self._require_entered().engine.occupancy()
 
     def batch(self, tasks: Tasks = (), **settings: Unpack[BatchSettings]) -> Batch:
-        """Rollouts that run side by side and are handed out as they finish, with more to be added at any time.
+        """Start a batch of concurrent rollouts, which are delivered as they finish. More can be added at any time.
 
-        Several batches of a runner may be under way at once; those of higher priority go first.
+        Several batches of a runner may run at the same time; those of higher priority go first.
 
         Args:
-            tasks: the tasks to begin with, as of `agentfly.run`. An iterable that is no list is read on the event
-                loop, a few tasks ahead of what begins, so that there may be any number of them.
+            tasks: the first tasks; see `agentfly.run`. An iterable that is not a list is read on the event loop, a few
+                tasks ahead of the rollouts, so it may be infinite.
             settings: see `BatchSettings`.
 
         Raises:
-            UsageError: a setting is unknown, or is not what it has to be.
+            UsageError: a setting is unknown or invalid.
         """
         dependencies, admission = self._require_entered(), self._admission
         assert admission is not None
@@ -279,24 +280,24 @@ class Runner:
                 )
             return changed if changed.priority == priority else replace(changed, priority=priority)
 
-        dependencies.runtime.sampling(sampling)  # so that what cannot be is told before anything begins
+        dependencies.runtime.sampling(sampling)  # raises an error of ``sampling`` before anything begins
 
-        def make(trajectory: Trajectory, ticket: AdmissionTicket, unwanted: Callable[[], bool]) -> Rollout:
+        def make(trajectory: Trajectory, ticket: AdmissionTicket, cancelled: Callable[[], bool]) -> Rollout:
             return Rollout(
                 dependencies,
                 trajectory,
                 sampling=sampling,
                 priority=priority,
-                notice=ticket.waiting_for_resources,
+                wait_observer=ticket.waiting_for_resources,
                 generation=ticket.generation,
-                unwanted=unwanted,
+                cancelled=cancelled,
             )
 
         batch = Batch(
             make,
             admission=admission,
             backlog=Backlog(label, Prefetcher(dependencies).prefetch, settings.get("first_group", 0)),
-            health=FailureBudget(self._max_failure_share, lambda: admission.meter.peak),
+            failure_budget=FailureBudget(self._max_failure_rate, lambda: admission.meter.peak),
             attempts=settings.get("attempts", 1),
             priority=priority,
             record=settings.get("record"),
@@ -307,31 +308,33 @@ class Runner:
         return batch
 
     async def stream(self, tasks: Tasks, **settings: Unpack[BatchSettings]) -> AsyncIterator[Trajectory]:
-        """Trajectories as they finish. Leaving the iteration cancels what still runs and gives its resources back.
+        """Yield trajectories as they finish. Leaving the iteration cancels the others and releases their resources.
 
-        Arguments: as of `batch`.
+        The arguments are those of `batch`.
 
         Raises:
-            FailureBudgetExceeded: infrastructure has spoiled too many rollouts, or each of them.
+            FailureBudgetExceeded: too many rollouts, or all of them, failed for reasons of infrastructure.
         """
         async with self.batch(tasks, **settings) as batch:
             async for trajectory in batch:
                 yield trajectory
 
     async def collect(self, tasks: Tasks, **settings: Unpack[BatchSettings]) -> list[Trajectory]:
-        """All trajectories, in the order of the tasks and attempts. Arguments and errors: as of `stream`."""
+        """Return all trajectories in the order of tasks and attempts. Arguments and errors are those of `stream`."""
         async with self.batch(tasks, **settings) as batch:
             trajectories = [trajectory async for trajectory in batch]
         return sorted(trajectories, key=lambda t: (_task_number(t), t.attempt))
 
     def settings_fingerprint(self, change: Callable[[SamplingParams], SamplingParams] | None = None) -> dict[str, Any]:
-        """What shapes the rollouts, as JSON-able values by name, so that they are told apart from other ones.
+        """Return the settings that determine the rollouts, as JSON values by name.
+
+        Rollouts of different settings are never mixed in one record.
 
         Args:
             change: changes the agent's sampling.
         """
         sampling = asdict(self._require_entered().runtime.sampling(change or keep_sampling))
-        del sampling["priority"]  # it says when, and not how
+        del sampling["priority"]  # it changes the order, not the result
         return {
             "the model": str(self._agent.model),
             "the reward": None if self._reward is None else self._reward.name,
@@ -347,11 +350,11 @@ class Runner:
 
 
 def check_batch(settings: BatchSettings) -> None:
-    """See that the settings of a batch are what they have to be.
+    """Check the settings of a batch.
 
     Raises:
-        UsageError: one is unknown.
-        ConfigError: one is out of its range, or of another type.
+        UsageError: a setting is unknown.
+        ConfigError: a setting is out of its range or has a wrong type.
     """
     reject_unknown_arguments("A batch", settings, BatchSettings.__annotations__)
     require_whole("batch", attempts=settings.get("attempts", 1))
@@ -364,11 +367,11 @@ def check_batch(settings: BatchSettings) -> None:
             "sampling=lambda params: dataclasses.replace(params, temperature=0.5)."
         )
     if label is not None and not isinstance(label, str):
-        raise ConfigError(f"label={label!r:.100}: it must be a text, with which the ids of the rollouts begin.")
+        raise ConfigError(f"label={label!r:.100}: it must be a string, the prefix of the rollouts' ids.")
 
 
 def require_engine(engine: object) -> None:
-    """Raise unless ``engine`` is a `ResourceEngine`, or None.
+    """Check that ``engine`` is a `ResourceEngine` or None.
 
     Raises:
         UsageError: it is something else.
@@ -381,20 +384,20 @@ def require_engine(engine: object) -> None:
 
 
 def require_events(events: object) -> None:
-    """Raise unless ``events`` is an `EventStream`, or None.
+    """Check that ``events`` is an `EventStream` or None.
 
     Raises:
         UsageError: it is something else.
     """
     if events is not None and not isinstance(events, EventStream):
         raise UsageError(
-            f"events={events!r:.100}: it must be an agentfly.core.events.EventStream. A function is told of events by "
-            "events.subscribe(function)."
+            f"events={events!r:.100}: it must be an agentfly.core.events.EventStream. To have a function receive "
+            "events, call events.subscribe(function)."
         )
 
 
 def require_policies(policy: object, subagent_policies: object) -> None:
-    """Raise unless ``policy`` is one, or None, and ``subagent_policies`` are some by the models of subagents.
+    """Check that ``policy`` is a policy or None, and ``subagent_policies`` a mapping from models to policies.
 
     Raises:
         UsageError: one of them is something else.
@@ -409,22 +412,22 @@ def require_policies(policy: object, subagent_policies: object) -> None:
 
 
 def require_policy(policy: object) -> None:
-    """Raise unless ``policy`` is a policy: the name of a model is easily taken for it.
+    """Check that ``policy`` is a policy, not the name of a model or a class.
 
     Raises:
         UsageError: it is something else.
     """
     if isinstance(policy, str | Path):
         raise UsageError(
-            f"policy={str(policy)!r}: a policy is an object, not a name. Name a model for this process by "
-            "Agent(model=…); for an endpoint give af.OpenAIPolicy('http://…/v1', 'model')."
+            f"policy={str(policy)!r}: a policy is an object, not a name. To load a model in this process, use "
+            "Agent(model=…). For an endpoint, pass af.OpenAIPolicy('http://…/v1', 'model')."
         )
     if isinstance(policy, type):
-        raise UsageError(f"{policy.__name__} is a class. Pass a policy that is made of it: {policy.__name__}(…).")
+        raise UsageError(f"{policy.__name__} is a class. Pass an instance: {policy.__name__}(…).")
     if not isinstance(policy, Policy | ChatPolicy):
         raise UsageError(
             f"policy is {type_of(policy)}, not a policy. Pass an af.VLLMPolicy, af.OpenAIPolicy or af.ScriptedPolicy, "
-            "what agentfly.policies.load.load_policy('tiny') makes, or an object with the methods of "
+            "the result of agentfly.policies.load.load_policy('tiny'), or an object with the methods of "
             "agentfly.policies.policy.Policy."
         )
 

@@ -16,7 +16,7 @@ from agentfly.policies.policy import Generation
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Where the tokens of a turn stand: ``start`` to ``stop`` (exclusive) of a sequence of the trajectory."""
+    """The position of a turn's tokens: ``start`` to ``stop`` (exclusive) of a sequence of the trajectory."""
 
     sequence: int
     start: int
@@ -24,24 +24,24 @@ class TokenSpan:
 
 
 NO_TOKENS = TokenSpan(-1, 0, 0)
-"""The place of a turn whose tokens nobody tells."""
+"""The span of a turn whose tokens are not known."""
 
 
 class TokenRecorder:
-    """Records the token sequences of one conversation, with their invariants checked at every turn.
+    """Records the token sequences of one conversation and checks their invariants.
 
-    Held at every turn: the ids sent start with the ids sent one turn earlier in the same sequence plus the ids sampled
-    then, and each sampled id is one that a token has, and none that only images have. Held at the end: the mask is 1
-    exactly on what the policy returned, and nothing rendered carries a log-prob.
+    Invariants at every turn: the ids sent start with the ids sent one turn earlier in the same sequence, followed by
+    the ids sampled then. Each sampled id has a token and is not reserved for images. Invariants at the end: the mask is
+    1 exactly on what the policy returned, and rendered tokens carry no log-probs.
 
     Args:
-        sequences: the trajectory's sequences, to which this conversation's are added.
-        max_tokens: the most tokens that one sequence may hold. What does not fit is cut, at one index, and ends the
-            sequence; an image that the cut would part is left out whole, with its tokens.
+        sequences: the trajectory's sequences, to which those of this conversation are added.
+        max_tokens: maximum number of tokens in one sequence. A longer prompt or observation is cut there, which ends
+            the sequence. An image that the cut would split is left out with all its tokens.
         stop_ids: the ids that end a generation.
-        token_ids: the ids that the policy's tokenizer has a token for; None where that is not known. No generation may
-            hold another: it would stand for no text.
-        barred_ids: the ids that no generation may hold, such as those of images.
+        token_ids: the ids that the policy's tokenizer has a token for; None if they are not known. A generation may
+            not contain other ids, because they stand for no text.
+        barred_ids: further ids that no generation may contain, such as those of images.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TokenRecorder:
         self._stop_ids = frozenset(stop_ids)
         self._token_ids = token_ids
         self._barred_ids = frozenset(barred_ids)
-        self._full = False  # nothing can be sampled any more in the current sequence
+        self._full = False  # nothing more can be sampled in the current sequence
         self._current: int | None = None
         self._sent = array("i")
         self._returned = array("i")
@@ -66,7 +66,7 @@ class TokenRecorder:
 
     @property
     def ids(self) -> Sequence[int]:
-        """Everything sent and sampled in the current sequence. Not to be changed."""
+        """All ids sent and sampled in the current sequence. Do not change them."""
         return self._sequence.ids
 
     @property
@@ -76,24 +76,24 @@ class TokenRecorder:
 
     @property
     def length(self) -> int:
-        """How many tokens the current sequence holds; 0 before the first."""
+        """Number of tokens in the current sequence; 0 before the first."""
         return len(self._sequence) if self._current is not None else 0
 
     @property
     def sampled_count(self) -> int:
-        """How many tokens were sampled in all."""
+        """Number of tokens sampled in all sequences."""
         return sum(span.stop - span.start for span in self._spans)
 
     @property
     def remaining(self) -> int:
-        """How many more tokens the current sequence may hold; below 1 when a rendered part had to be cut."""
+        """Number of tokens that the current sequence has room for; below 1 after a rendered part was cut."""
         return 0 if self._full else self._limit - self.length
 
     def begin_sequence(self, prompt: RenderedTokens) -> None:
         """Begin a sequence with a prompt."""
         unanswered = self._unanswered()
         if unanswered and not self._full:
-            raise TokenInvariantError("A sequence was begun while nothing had answered the one before. This is a bug.")
+            raise TokenInvariantError("A sequence began before the previous one had a generation. This is a bug.")
         if self._current is not None and unanswered:
             self._sequences[self._current] = TokenSequence()
         else:
@@ -105,12 +105,12 @@ class TokenRecorder:
         self._cut()
 
     def append_rendered(self, rendered: RenderedTokens) -> None:
-        """Continue the current sequence with what answers its last generation."""
+        """Continue the current sequence with the rendered answer to its last generation."""
         self._sequence.append_observation(rendered.ids, rendered.images)
         self._cut()
 
     def continue_or_begin(self, prompt: RenderedTokens) -> None:
-        """Take a whole prompt: one that starts with the current sequence continues it, another begins a new one."""
+        """Record a whole prompt. It continues the current sequence if it starts with it, else it begins a new one."""
         known = self.length
         if known and len(prompt.ids) > known and self._starts(prompt, known):
             rest = tuple(placed.shifted(-known) for placed in prompt.images if placed.start >= known)
@@ -119,11 +119,15 @@ class TokenRecorder:
             self.begin_sequence(prompt)
 
     def mark_full(self) -> None:
-        """The current sequence leaves no room to sample. The next one takes its place if nothing answered it."""
+        """Mark the current sequence as full. The next one replaces it if it has no generation."""
         self._full = True
 
     def prompt_ids(self) -> Sequence[int]:
-        """The ids to send, after a look at whether they are what they were."""
+        """Return the ids to send, after a check that earlier ids are unchanged.
+
+        Raises:
+            TokenInvariantError: they do not start with the ids sent and sampled before.
+        """
         ids = self._sequence.ids[:]
         grown_from = len(self._sent) + len(self._returned)
         if ids[: len(self._sent)] != self._sent or ids[len(self._sent) : grown_from] != self._returned:
@@ -136,16 +140,20 @@ class TokenRecorder:
         return ids
 
     def append_sampled(self, generation: Generation) -> TokenSpan:
-        """Append the sampled ids exactly as they came."""
+        """Append the sampled ids exactly as the policy returned them.
+
+        Raises:
+            TokenInvariantError: there is no id, an id after a stop id, a barred id, or an id without a token.
+        """
         ids = sampled_ids(generation.ids)
         if not ids:
-            raise TokenInvariantError("The policy returned no token at all; a generation has at least one.")
+            raise TokenInvariantError("The policy returned no tokens; a generation has at least one.")
         if not self._stop_ids.isdisjoint(ids[:-1]):
             raise TokenInvariantError("The policy sampled on after the end of a turn; refusing what it returned.")
         if not self._barred_ids.isdisjoint(ids):
             raise TokenInvariantError(
-                "The policy sampled a token that only images have, for which there is no image; refusing what it "
-                "returned. A policy has to leave out SamplingParams.suppressed_ids."
+                "The policy sampled a token that is reserved for images; refusing what it returned. A policy must not "
+                "sample SamplingParams.suppressed_ids."
             )
         self._require_tokens(ids)
         sequence = self._sequence
@@ -178,13 +186,13 @@ class TokenRecorder:
             return
         if (unknown := next((one for one in ids if one not in known), None)) is not None:
             raise TokenInvariantError(
-                f"The policy sampled the id {unknown}, which no token of its tokenizer has: padding of the model's "
-                "output layer, which nobody would see in the text. The rollout is refused. A policy has to leave such "
-                "ids out (agentfly.policies.policy.unsampleable_ids)."
+                f"The policy sampled the id {unknown}, which no token of its tokenizer has: it is padding of the "
+                "model's output layer and is not visible in the text. The rollout is refused. A policy must not sample "
+                "such ids (agentfly.policies.policy.unsampleable_ids)."
             )
 
     def _unanswered(self) -> set[int]:
-        """The current sequence, if nothing was sampled in it."""
+        """Return the current sequence's index if nothing was sampled in it, as a set."""
         if self._current is None or (self._spans and self._spans[-1].sequence == self._current):
             return set()
         return {self._current}
@@ -192,7 +200,7 @@ class TokenRecorder:
     @property
     def _sequence(self) -> TokenSequence:
         if self._current is None:
-            raise TokenInvariantError("Nothing was sent yet, so there is no sequence.")
+            raise TokenInvariantError("There is no sequence yet, because no prompt was recorded.")
         return self._sequences[self._current]
 
     def _starts(self, prompt: RenderedTokens, known: int) -> bool:
@@ -203,11 +211,11 @@ class TokenRecorder:
     def _cut(self) -> None:
         if self.length > self._limit:
             self._sequence.truncate(self._limit)
-            self._full = True  # also where it came out shorter, because the cut would have parted an image
+            self._full = True  # also if the result is shorter, because the cut would have split an image
 
 
 def _holds_all(known: Collection[int], ids: Sequence[int]) -> bool:
-    """Whether ids are among the known ones, without a look at each where that is possible. False may be wrong."""
+    """Return whether all ids are known, without checking each where possible. False may be wrong; True never is."""
     if isinstance(known, range):
         return known.step == 1 and known.start <= min(ids) and max(ids) < known.stop
     return isinstance(known, (set, frozenset)) and known.issuperset(ids)
@@ -216,12 +224,12 @@ def _holds_all(known: Collection[int], ids: Sequence[int]) -> bool:
 class ChainStrategy:
     """Continues the sequence as long as the conversation only grows.
 
-    It begins a new sequence where it does not: the agent's memory has folded the past, or the chat format would write
-    it in another way (``history="rewrite"``).
+    Otherwise it begins a new sequence: the agent's memory has shortened the past, or the chat format would render it
+    differently (``history="rewrite"``).
 
     Args:
-        chat: renders what is not sampled.
-        recorder: takes what is sent.
+        chat: renders the messages that are not sampled.
+        recorder: records what is sent.
     """
 
     def __init__(self, chat: ChatFormat, recorder: TokenRecorder) -> None:
@@ -230,7 +238,7 @@ class ChainStrategy:
         self._known: list[Message] = []
 
     def render_view(self, view: Sequence[Message], tools: ToolDefinitions = ()) -> None:
-        """Put what is new in ``view`` on the tape, or all of it where it is not a continuation."""
+        """Record the new messages of ``view``, or all of them if it is not a continuation."""
         continuation = self._continuation(view, tools)
         if continuation is None:
             self._recorder.begin_sequence(self._chat.render_prompt(view, tools))
@@ -239,14 +247,14 @@ class ChainStrategy:
         self._known = list(view)
 
     def count_tokens(self, view: Sequence[Message], tools: ToolDefinitions = ()) -> int:
-        """The length of the sequence with what is new in ``view``, or of the new sequence that it would begin."""
+        """Return the length of the sequence with the new messages, or of the new sequence that ``view`` would begin."""
         continuation = self._continuation(view, tools)
         if continuation is None:
             return len(self._chat.render_prompt(view, tools).ids)
         return self._recorder.length + len(continuation.ids)
 
     def add_reply(self, message: Message) -> None:
-        """The last turn's answer, with which the next view must go on."""
+        """Note the generated turn, with which the next view must continue."""
         self._known.append(message)
 
     def _continuation(self, view: Sequence[Message], tools: ToolDefinitions) -> RenderedTokens | None:
@@ -257,11 +265,11 @@ class ChainStrategy:
 
 
 class StepStrategy:
-    """Begins a new sequence at every turn, from what the agent's memory recalls of the turns before.
+    """Begins a new sequence at every turn, from the view that the agent's memory recalls.
 
     Args:
         chat: renders the conversation.
-        recorder: takes what is sent.
+        recorder: records what is sent.
     """
 
     def __init__(self, chat: ChatFormat, recorder: TokenRecorder) -> None:
@@ -269,35 +277,35 @@ class StepStrategy:
         self._recorder = recorder
 
     def render_view(self, view: Sequence[Message], tools: ToolDefinitions = ()) -> None:
-        """Put the whole of ``view`` on the tape."""
+        """Record the whole ``view`` as a new sequence."""
         self._recorder.begin_sequence(self._chat.render_prompt(view, tools))
 
     def count_tokens(self, view: Sequence[Message], tools: ToolDefinitions = ()) -> int:
-        """The length of the whole of ``view``."""
+        """Return the length of the whole ``view`` in tokens."""
         return len(self._chat.render_prompt(view, tools).ids)
 
     def add_reply(self, message: Message) -> None:
-        """Nothing is continued, so nothing is to be known of it."""
+        """Do nothing, because no sequence is continued."""
 
 
 class SequenceStrategy(Protocol):
-    """Puts on a `TokenRecorder` what is sent for the next turn of one conversation."""
+    """Decides which token sequence the next turn of one conversation continues or begins."""
 
     def render_view(self, view: Sequence[Message], tools: ToolDefinitions = ()) -> None:
-        """Put on the tape what the policy is to see before its next turn.
+        """Record the tokens that the policy sees before its next turn.
 
         Args:
             view: the conversation as the agent's memory recalls it.
-            tools: the tools that the chat format is to describe.
+            tools: the tools that the chat format describes.
         """
         ...
 
     def count_tokens(self, view: Sequence[Message], tools: ToolDefinitions = ()) -> int:
-        """How many tokens the policy would see if ``view`` were shown now. Nothing is put on the tape."""
+        """Return how many tokens the policy would see for ``view``. Nothing is recorded."""
         ...
 
     def add_reply(self, message: Message) -> None:
-        """The policy has answered what was shown last; ``message`` is the answer as it stands in the conversation."""
+        """Note the policy's answer to the last view; ``message`` is the answer as a message of the conversation."""
         ...
 
 
@@ -309,10 +317,10 @@ STRATEGIES: Mapping[str, Callable[[ChatFormat, TokenRecorder], SequenceStrategy]
 
 
 def require_strategy(name: str) -> None:
-    """Raise unless there is a strategy of this name.
+    """Check the name of a strategy.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no strategy of this name.
     """
     if not isinstance(name, str) or name not in STRATEGIES:
         raise ConfigError(f"strategy={name!r}: there is no such strategy. {suggest_name(str(name), STRATEGIES)}")

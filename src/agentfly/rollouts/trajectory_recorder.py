@@ -17,11 +17,11 @@ from agentfly.rollouts.turn_generator import AssistantTurn, TurnGenerator
 
 
 class TrajectoryRecorder:
-    """Keeps the record of one rollout.
+    """Records the turns of one rollout.
 
     Args:
-        trajectory: the record.
-        events: where events go.
+        trajectory: receives the turns.
+        events: receives an event for each generation.
     """
 
     def __init__(self, trajectory: Trajectory, events: EventStream) -> None:
@@ -30,7 +30,7 @@ class TrajectoryRecorder:
         self._generators: list[TurnGenerator] = []
 
     def add_generator(self, generator: TurnGenerator) -> None:
-        """A conversation has begun."""
+        """Add the turn generator of a conversation that begins."""
         self._generators.append(generator)
 
     def record_turn(
@@ -44,7 +44,7 @@ class TrajectoryRecorder:
         anchor: str,
         parent_turns: tuple[int, ...],
     ) -> int:
-        """Write a turn down. Its number is returned."""
+        """Record a turn. Return its index."""
         trajectory, span = self.trajectory, generated.token_span or NO_TOKENS
         turn = Turn(
             index=len(trajectory.turns),
@@ -79,12 +79,12 @@ class TrajectoryRecorder:
         return turn.index
 
     def record_results(self, index: int, results: Sequence[ToolRecord]) -> None:
-        """Write down what came of a turn's calls."""
+        """Record the results of a turn's calls."""
         turns = self.trajectory.turns
         turns[index] = replace(turns[index], tool_results=tuple(results))
 
     def finish(self) -> None:
-        """All conversations have ended: check every invariant of the tokens, and freeze the sequences."""
+        """Check all token invariants and freeze the sequences, after all conversations have ended."""
         for generator in self._generators:
             generator.finish()
 
@@ -93,45 +93,46 @@ _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",
 
 
 def anchor_hash(state: Any) -> str:
-    """A hash of a state: the same in every process, for every order of the keys in it.
+    """Return the hash of a state. It does not depend on the process or on the order of keys.
 
-    Numbers count by their value (``1`` is ``1.0``), tuples as lists.
+    Numbers count by value (``1`` equals ``1.0``), and tuples count as lists.
     """
     return _hash(_CANONICAL.encode(_plain(state)))
 
 
 class AnchorState:
-    """The state that the environment of one conversation returned last, as far as it identifies a turn's state.
+    """The state in which the next turn of one conversation is taken, and its anchor.
 
-    That is the state that a tool gave last (`agentfly.agents.tool_result.ToolResult.state`), with the observations
-    that came since. Without one it is the last turn's observations and, before the first, the conversation's opening.
+    It consists of the last state that a tool reported (`agentfly.agents.tool_result.ToolResult.state`) and the
+    observations since then. If no tool reported a state, it is the last turn's observations. Before the first turn, it
+    is the conversation's opening.
 
     Args:
-        opening: the messages before the first turn. What the system is told is no part of it.
+        opening: the messages before the first turn. System messages are left out.
     """
 
     def __init__(self, opening: Sequence[Message]) -> None:
         asked = [message for message in opening if message["role"] != "system"]
         self._states: list[Any] = []
-        self._seen: list[Any] = [  # nothing but texts
+        self._seen: list[Any] = [  # texts only
             [one["role"], text_of(one["content"]), _names(images_of(one["content"]))] for one in asked
         ]
         self._anchor: str | None = None
 
     @property
     def anchor(self) -> str:
-        """The anchor of a turn that is taken now."""
+        """The anchor of the next turn."""
         if self._anchor is None:
             self._anchor = _hash(self.text)
         return self._anchor
 
     @property
     def text(self) -> str:
-        """What the anchor is a hash of: the state as JSON, images by their own hashes."""
+        """The state as JSON, with images by their hashes. The anchor is the hash of this text."""
         return _CANONICAL.encode([_plain(self._states), self._seen])
 
     def update(self, results: Sequence[ToolRecord]) -> None:
-        """A turn's calls were answered."""
+        """Update the state with the results of a turn's calls."""
         states = [result.state for result in results if result.state is not None]
         if states:
             self._states, self._seen = states, []
@@ -141,9 +142,9 @@ class AnchorState:
 
 
 def states_of(trajectory: Trajectory) -> list[str]:
-    """For each turn, the state in which it was taken as text, of which its anchor is the hash.
+    """Return for each turn the text of the state in which it was taken; its hash is the turn's anchor.
 
-    It is worked out from the trajectory. Empty where a turn has no anchor.
+    The states are derived from the trajectory. A turn without an anchor has an empty text.
     """
     situations: dict[str, AnchorState] = {}
     states = []

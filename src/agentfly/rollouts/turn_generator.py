@@ -19,18 +19,18 @@ from agentfly.rollouts.token_recorder import SequenceStrategy, TokenRecorder, To
 
 @dataclass(frozen=True, slots=True)
 class AssistantTurn:
-    """One turn of the model.
+    """One generated turn.
 
     Attributes:
-        message: the turn as it stands in the conversation.
-        text: everything that was sampled, without the control token at its end.
-        content: what of it was said, without the thoughts.
-        reasoning: the thoughts in it, where the format tells them apart.
-        calls: the tool calls in it. A turn that a limit cut makes none, even if what is left of it happens to parse.
+        message: the turn as a message of the conversation.
+        text: the whole sampled text, without the control token at its end.
+        content: the text without the reasoning.
+        reasoning: the reasoning, if the format separates it.
+        calls: the tool calls. A turn that a limit cut has none, even if the rest happens to parse.
         ended_by_model: whether the model ended the turn itself.
-        token_span: where its tokens stand; None where nobody tells them.
-        prompt_tokens, sampled_tokens: how many tokens the model read and sampled; None where nobody tells.
-        seconds: how long the generation took.
+        token_span: the position of its tokens; None if they are not known.
+        prompt_tokens, sampled_tokens: numbers of tokens that the model read and sampled; None if not reported.
+        seconds: duration of the generation.
     """
 
     message: Message
@@ -49,27 +49,27 @@ class TurnGenerator(Protocol):
     """The model's side of one conversation."""
 
     async def generate_turn(self, view: Sequence[Message], *, max_tokens: int | None = None) -> AssistantTurn | None:
-        """The model's next turn, or None if no token of it would fit; nothing is sampled then.
+        """Generate the next turn. Return None, without sampling, if there is no room for one token.
 
         Args:
             view: the conversation as the agent's memory recalls it.
-            max_tokens: the most tokens of this turn; as many as the agent's turns may have if not given.
+            max_tokens: maximum number of tokens of this turn; the agent's ``max_tokens_per_turn`` if not given.
         """
         ...
 
     def count_tokens(self, view: Sequence[Message]) -> int | None:
-        """How many tokens the model would see if it were shown ``view`` now; None where nobody tells."""
+        """Return how many tokens the model would see for ``view``; None if this is not known."""
         ...
 
     def finish(self) -> None:
-        """The conversation has ended: check the record, and freeze it."""
+        """Check the token record at the end of the conversation, and freeze it."""
         ...
 
 
 def turn_message(content: str, reasoning: str | None, calls: Sequence[ToolCall]) -> Message:
-    """A turn as it stands in the conversation, where thoughts and calls were not read from its text by the agent.
+    """Return a turn as a message, for turns whose reasoning and calls the agent did not parse from text itself.
 
-    What answers a call must follow one, so a call that could not be read stands without its arguments.
+    A tool result must follow a call, so a malformed call is included without its arguments.
     """
     written = [call if call.arguments is not None else replace(call, arguments={}) for call in calls]
     message: Message = message_with_calls(content, written) if written else {"role": "assistant", "content": content}
@@ -79,7 +79,7 @@ def turn_message(content: str, reasoning: str | None, calls: Sequence[ToolCall])
 
 
 class CallIdAllocator:
-    """Numbers the tool calls of a conversation through, so that every call has an id of its own."""
+    """Numbers the tool calls of a conversation, so that every call has a unique id."""
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
@@ -90,7 +90,7 @@ class CallIdAllocator:
         return len(self._taken)
 
     def assign_ids(self, calls: Iterable[ToolCall]) -> tuple[ToolCall, ...]:
-        """The calls with their ids, and new ones where an id is missing or was given before."""
+        """Return the calls with unique ids: a call whose id is missing or already taken gets a new one."""
         claimed = []
         for call in calls:
             name, number = call.id, self.next
@@ -102,17 +102,17 @@ class CallIdAllocator:
 
 
 class TokenTurnGenerator:
-    """Speaks by a policy that takes and returns token ids.
+    """Generates turns by a policy that takes and returns token ids.
 
     Args:
-        agent: reads the tool calls.
+        agent: parses the tool calls.
         policy: samples.
-        chat: renders and reads.
-        strategy: decides what is sent, on ``recorder``.
-        recorder: the record.
+        chat: renders prompts and parses replies.
+        strategy: decides which sequence of ``recorder`` a turn continues.
+        recorder: records the tokens.
         sampling: how to sample; ``max_tokens`` is the limit of one turn.
-        rollout_id: the conversation's name, under which the policy keeps what it knows of earlier turns.
-        limited: whether limits on tokens other than the tape's bind the policy.
+        rollout_id: id of the conversation, under which the policy caches earlier turns.
+        limited: whether the policy obeys token limits other than the recorder's.
     """
 
     def __init__(
@@ -138,10 +138,10 @@ class TokenTurnGenerator:
         self._numbers = CallIdAllocator()
 
     async def generate_turn(self, view: Sequence[Message], *, max_tokens: int | None = None) -> AssistantTurn | None:
-        """Show the view, sample, and read what came.
+        """Render the view, sample a turn and parse it.
 
         Raises:
-            ConversationRefused: the chat format cannot write what the model has said.
+            ConversationRefused: the chat format cannot render what the model has generated.
         """
         recorder, agent = self._recorder, self._agent
         try:
@@ -171,7 +171,7 @@ class TokenTurnGenerator:
         seconds = time.perf_counter() - started
         if len(generation.ids) > sampling.max_tokens:
             raise TokenInvariantError(
-                f"The policy returned {len(generation.ids)} tokens where at most {sampling.max_tokens} were asked for."
+                f"The policy returned {len(generation.ids)} tokens, but at most {sampling.max_tokens} were requested."
             )
         span = recorder.append_sampled(generation)
         reply = self._chat.parse_reply(generation.ids)
@@ -196,7 +196,7 @@ class TokenTurnGenerator:
         )
 
     def _explained(self, error: ChatFormatError, view: Sequence[Message]) -> ChatFormatError:
-        """The error, which is of another type where it is for what the model has said that a view is refused."""
+        """Return the error, as `ConversationRefused` if the model's own words are the reason for it."""
         if not self._recorder.sampled_count:
             return error
         try:
@@ -204,8 +204,8 @@ class TokenTurnGenerator:
         except ChatFormatError:
             return error
         return ConversationRefused(
-            f"The model said what its chat format cannot write, so that the conversation cannot go on: {error} If this "
-            "comes often, choose another chat_format or tool_call_format for the agent."
+            f"The chat format cannot render what the model has generated, so the conversation cannot continue: {error} "
+            "If this happens often, choose another chat_format or tool_call_format for the agent."
         )
 
     def _calls_in(self, reply: ParsedReply) -> tuple[ToolCall, ...]:
@@ -214,30 +214,30 @@ class TokenTurnGenerator:
         return reply.calls if self._agent.tools else ()
 
     def count_tokens(self, view: Sequence[Message]) -> int | None:
-        """The length that the sequence would have; None where it is not counted in tokens of a model."""
+        """Return the length that the sequence would have; None if the policy ignores token limits."""
         try:
             return self._strategy.count_tokens(view, self._agent.tools_for_template) if self._limited else None
         except ChatFormatError as error:
             raise self._explained(error, view) from error
 
     def finish(self) -> None:
-        """Check every invariant of the tokens, and freeze the sequences."""
+        """Check all token invariants and freeze the sequences."""
         self._recorder.finish()
 
 
 class ChatTurnGenerator:
-    """Speaks by a policy that takes messages and returns one, and records the tokens where the far side tells them.
+    """Generates turns by a policy that takes and returns messages, and records token ids if the endpoint reports them.
 
-    Where the far side tells no tokens there are no sequences, and limits on tokens hold per turn only.
+    If it reports none, there are no sequences, and token limits hold per turn only.
 
     Args:
-        agent: says whether the far side is to describe the tools and read the calls, or the tool-call format does.
+        agent: its tool-call format decides who describes the tools and parses the calls: the endpoint or the format.
         policy: answers.
-        recorder: the record.
-        put: records a prompt that was sent: `TokenRecorder.continue_or_begin`, or `TokenRecorder.begin_sequence` where
+        recorder: records the tokens.
+        put: records a prompt that was sent: `TokenRecorder.continue_or_begin`, or `TokenRecorder.begin_sequence` if
             every turn is a sequence.
         sampling: how to sample; ``max_tokens`` is the limit of one turn.
-        rollout_id: the conversation's name.
+        rollout_id: id of the conversation.
     """
 
     def __init__(
@@ -259,10 +259,10 @@ class ChatTurnGenerator:
         self._numbers = CallIdAllocator()
 
     async def generate_turn(self, view: Sequence[Message], *, max_tokens: int | None = None) -> AssistantTurn | None:
-        """Send the view, and read what came."""
+        """Send the view and parse the answer."""
         agent = self._agent
         limits = [max_tokens or self._sampling.max_tokens]
-        if agent.max_sequence_tokens is not None and len(view) > self._seen:  # else it was folded, and is shorter
+        if agent.max_sequence_tokens is not None and len(view) > self._seen:  # else the memory has shortened it
             limits.append(agent.max_sequence_tokens - self._recorder.length)
         if agent.max_sampled_tokens is not None:
             limits.append(agent.max_sampled_tokens - self._recorder.sampled_count)
@@ -292,10 +292,10 @@ class ChatTurnGenerator:
         )
 
     def count_tokens(self, view: Sequence[Message]) -> None:
-        """Nobody can tell before it is sent."""
+        """Return None: the length is not known before the view is sent."""
 
     def finish(self) -> None:
-        """Check every invariant of the tokens that were told, and freeze the sequences."""
+        """Check all invariants of the reported tokens and freeze the sequences."""
         self._recorder.finish()
 
     def _calls_in(self, generation: ChatGeneration) -> tuple[ToolCall, ...]:
@@ -305,7 +305,7 @@ class ChatTurnGenerator:
         return agent.parse_calls(generation.content, first_call=self._numbers.next)
 
     def _message(self, generation: ChatGeneration, calls: Sequence[ToolCall]) -> Message:
-        """The turn as it is sent back."""
+        """Return the turn as it is sent back."""
         if self._agent.format.uses_chat_template:
             return turn_message(generation.content, generation.reasoning, calls)
         message = self._agent.assistant_message(generation.content, calls)
@@ -314,7 +314,7 @@ class ChatTurnGenerator:
         return message
 
     def _recorded(self, generation: ChatGeneration, view: Sequence[Message]) -> TokenSpan | None:
-        """Put the tokens on the tape, where they are told; which of them stand for images is told by nobody."""
+        """Record the token ids if they are reported and there are no images, whose tokens are never reported."""
         if generation.prompt_ids is None or generation.ids is None:
             return None
         if any(images_of(message["content"]) for message in view):

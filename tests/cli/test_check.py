@@ -107,7 +107,7 @@ def test_held_out_tasks_are_looked_at_as_those_that_are_trained_on(agentfly):
 def test_what_does_not_work_has_its_cure_and_the_command_fails(agentfly):
     code, out, err = agentfly("check", "config.yaml", "tasks=mine.py:lacking")
     assert code == 1
-    assert "FAILED  tool look  The tool 'look' asks for the field 'level', which 1 of 3 tasks do not have" in out
+    assert "FAILED  tool look  The tool 'look' takes the field 'level', which 1 of 3 tasks do not have" in out
     assert "1 of the above" in err
 
 
@@ -116,7 +116,7 @@ def test_other_commands_look_at_what_is_written_before_they_begin_and_leave_no_d
     command, *others = words
     code, _, err = agentfly(command, "config.yaml", "tasks=mine.py:lacking", *others)
     assert code == 2
-    assert "tool look: The tool 'look' asks for the field 'level'" in err
+    assert "tool look: The tool 'look' takes the field 'level'" in err
     assert not Path("runs").exists()
 
 

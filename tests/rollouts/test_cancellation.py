@@ -144,7 +144,7 @@ def test_a_cancelled_group_that_takes_no_notice_is_handed_out_in_bounded_time_an
     found, told, took = run_in_virtual_time(main())
     assert found == told == [("r-0.0", "cancelled"), ("r-1.0", "answered")]
     assert took < 1 + CANCEL_GRACE_S + 1
-    assert "1 rollouts take no notice" in caplog.text
+    assert "1 rollouts ignore their cancellation" in caplog.text
 
 
 def test_the_end_of_the_event_loop_does_not_wait_for_a_rollout_that_takes_no_notice(monkeypatch):

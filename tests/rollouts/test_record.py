@@ -144,7 +144,7 @@ def look() -> str:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"agent": Agent(model="scripted", system_prompt="Be long.")}, "the agent's system message is another"),
+        ({"agent": Agent(model="scripted", system_prompt="Be long.")}, "the agent's system message has changed"),
         ({"agent": Agent(model="other", system_prompt="Be brief.")}, "the model was 'scripted' and is now 'other'"),
         (
             {"agent": Agent(model="scripted", system_prompt="Be brief.", max_turns=3)},
@@ -171,13 +171,13 @@ async def test_rollouts_under_other_settings_are_never_mixed_with_those_that_are
 async def test_a_task_that_is_another_under_the_same_id_is_refused(tmp_path):
     await roll(tmp_path / "run")
     changed = [replace(TASKS[0], prompt="something else"), *TASKS[1:]]
-    with pytest.raises(ConfigError, match="the task 't0' is another than it was"):
+    with pytest.raises(ConfigError, match="the task 't0' has changed"):
         await roll(tmp_path / "run", changed, resume=True)
 
 
 async def test_what_is_there_is_not_written_over_and_is_not_gone_on_with_by_chance(tmp_path):
     await roll(tmp_path / "run")
-    with pytest.raises(ConfigError, match="holds rollouts already"):
+    with pytest.raises(ConfigError, match="already holds rollouts"):
         await roll(tmp_path / "run")
     file_of(tmp_path / "run").with_suffix(".settings.json").unlink()
     with pytest.raises(ConfigError, match="it is not known what they were made with"):
@@ -189,7 +189,7 @@ async def test_what_is_there_is_not_written_over_and_is_not_gone_on_with_by_chan
 async def test_a_line_that_is_no_trajectory_is_refused_with_its_number(tmp_path):
     await roll(tmp_path / "run")
     torn(tmp_path / "run", 2, b"{}\n")
-    with pytest.raises(ConfigError, match="line 3 is not one of them"):
+    with pytest.raises(ConfigError, match="line 3 is not a rollout"):
         await roll(tmp_path / "run", resume=True)
 
 

@@ -167,7 +167,7 @@ async def test_what_cannot_be_rendered_is_told_by_its_cause(cause, spoil):
 
 
 def test_an_agent_that_forgets_is_refused_since_nobody_knows_what_it_saw():
-    with pytest.raises(ConfigError, match="remembers by Window"):
+    with pytest.raises(ConfigError, match="memory is Window"):
         TrajectoryRenderer(agent(memory=Window(turns=2)), ByteTokenizer(), max_tokens=1000)
 
 

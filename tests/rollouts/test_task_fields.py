@@ -98,7 +98,7 @@ HELPER = Agent(model="scripted", tools=[Notebook]).as_tool("Helps.", name="helpe
 @pytest.mark.parametrize("given", [Notebook, look, HELPER], ids=["class", "function", "subagent"])
 async def test_a_tool_that_asks_for_a_field_that_a_task_lacks_is_refused_before_anything_is_said(given, tmp_path):
     agent = Agent(model="scripted", tools=[given])
-    with pytest.raises(ToolDefinitionError, match=r"asks for the field 'answr', which 1 of 2 tasks do not have"):
+    with pytest.raises(ToolDefinitionError, match=r"takes the field 'answr', which 1 of 2 tasks do not have"):
         await run(agent, TASKS, policy=SCRIPTED, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert not all(finding.ok for finding in check_definitions(agent, TASKS))
@@ -107,7 +107,7 @@ async def test_a_tool_that_asks_for_a_field_that_a_task_lacks_is_refused_before_
 @pytest.mark.parametrize("held_out", [False, True])
 def test_training_is_refused_also_for_held_out_tasks(held_out, tmp_path):
     tasks = {"tasks": TASKS[:1], "eval_tasks": TASKS} if held_out else {"tasks": TASKS}
-    with pytest.raises(RewardDefinitionError, match="asks for the field 'answr'"):
+    with pytest.raises(RewardDefinitionError, match="takes the field 'answr'"):
         Trainer(PLAIN, reward=mistaken, run_dir=tmp_path / "run", **tasks)
     assert not (tmp_path / "run").exists()
 

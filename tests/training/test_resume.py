@@ -105,9 +105,9 @@ def test_a_run_whose_learning_rate_falls_with_its_steps_cannot_be_made_longer() 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"system_prompt": "Do as you like."}, ["system message is another"]),
-        ({"tool_prompt": "There is a tool."}, ["system message is another"]),
-        ({"tools": [look_closely]}, ["system message is another", "tool look is another"]),
+        ({"system_prompt": "Do as you like."}, ["system message has changed"]),
+        ({"tool_prompt": "There is a tool."}, ["system message has changed"]),
+        ({"tools": [look_closely]}, ["system message has changed", "tool look has changed"]),
         ({"tools": []}, ["tool look is missing"]),
         ({"tool_call_format": "action"}, ["tool-call format was 'hermes' and is now 'action'"]),
         ({"max_turns": 3}, ["max_turns was 10 and is now 3"]),

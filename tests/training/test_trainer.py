@@ -262,7 +262,7 @@ async def test_a_resumed_run_that_would_learn_otherwise_is_refused(tmp_path: Pat
         await other.run()
     for said in (
         "temperature was 1.0 and is now 0.3",
-        "the agent's system message is another",
+        "the agent's system message has changed",
         "the agent's max_turns was 1 and is now 2",
         "the reward was 'later' and is now 'earlier'",
     ):

@@ -24,22 +24,22 @@ from agentfly.core.trajectory import FinishReason, Trajectory, trajectory_json_l
 from agentfly.rollouts.backlog import AttemptGroup
 
 LONGEST = 100
-"""Characters of a setting that is kept as it is."""
+"""Longest setting, in characters, that is stored as it is. Longer ones are stored as hashes."""
 
 _FINGERPRINT = "sha256:"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 _SAMPLING = ("temperature", "top_p", "top_k")
-_WORDS = ("model", "tools", "system_prompt", "tool_prompt", "tool_call_format")
+_LISTED_APART = ("model", "tools", "system_prompt", "tool_prompt", "tool_call_format")
 
 
 def agent_fingerprint(agent: Agent) -> dict[str, Any]:
-    """What of an agent shapes its rollouts, besides model and sampling: words and tools as fingerprints, and limits."""
-    tools = {f"tool {tool.name}": fingerprint(_traits_of_tool(tool, agent)) for tool in agent.tools}
+    """Return the settings of an agent that determine its rollouts, besides model and sampling. Long ones are hashed."""
+    tools = {f"tool {tool.name}": fingerprint(_tool_settings(tool, agent)) for tool in agent.tools}
     settings = {
         field.name: fingerprint_value(getattr(agent, field.name))
         for field in fields(agent)
-        if field.name not in _SAMPLING + _WORDS
+        if field.name not in _SAMPLING + _LISTED_APART
     }
     return {
         "system message": fingerprint(agent.system_message()),
@@ -50,17 +50,17 @@ def agent_fingerprint(agent: Agent) -> dict[str, Any]:
 
 
 def fingerprint(value: Any) -> str:
-    """A value that is too long to be shown, as something that is equal where it is."""
+    """Return a short hash of a JSON value, for values that are too long to store or show."""
     text = json.dumps(value, sort_keys=True, default=str)
     return _FINGERPRINT + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def describe_differences(saved: Mapping[str, Any], now: Mapping[str, Any], whose: str = "") -> Iterator[str]:
-    """What is not as it was, in words, each with both values.
+    """Yield a message for each setting that differs, with both values.
 
     Args:
-        saved, now: by name.
-        whose: goes before the names, for instance ``the agent's``.
+        saved, now: the settings by name.
+        whose: prefix of the names in messages, for instance ``the agent's``.
     """
     for name in {**saved, **now}:
         before, after = saved.get(name), now.get(name)
@@ -68,12 +68,12 @@ def describe_differences(saved: Mapping[str, Any], now: Mapping[str, Any], whose
             continue
         called = f"{whose} {name}" if whose else name
         if any(isinstance(value, str) and value.startswith(_FINGERPRINT) for value in (before, after)):
-            yield f"{called} is {'new' if before is None else 'missing' if after is None else 'another'}"
+            yield f"{called} {'is new' if before is None else 'is missing' if after is None else 'has changed'}"
         else:
             yield f"{called} was {before!r} and is now {after!r}"
 
 
-def _traits_of_tool(tool: Tool, caller: Agent) -> list[Any]:
+def _tool_settings(tool: Tool, caller: Agent) -> list[Any]:
     if not isinstance(tool, Subagent):
         return [tool.definition]
     model = None if tool.agent.model == caller.model else str(tool.agent.model)
@@ -81,24 +81,24 @@ def _traits_of_tool(tool: Tool, caller: Agent) -> list[Any]:
 
 
 def fingerprint_value(value: Any) -> Any:
-    """A setting as JSON keeps it; an object by what it says of itself, without where it lies in memory."""
+    """Return a setting as a JSON value. An object is stored as its repr, without memory addresses."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    said = _ADDRESS.sub("", repr(value))
-    return said if len(said) <= LONGEST else fingerprint(said)
+    text = _ADDRESS.sub("", repr(value))
+    return text if len(text) <= LONGEST else fingerprint(text)
 
 
 RolloutKey = tuple[str, int, int]
-"""What a rollout is known by from one run to the next: id of the task, number of its occurrence, attempt."""
+"""Identifies a rollout across runs: the task's id, the number of its occurrence, and the attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRollout:
-    """What came of a rollout in an earlier run.
+    """A rollout that finished in an earlier run.
 
     Attributes:
-        trajectory: its record.
-        scored: whether nothing more was to happen to it; else the score of its group was still to come.
+        trajectory: its trajectory.
+        scored: whether it is complete. If not, its group had not been scored.
     """
 
     trajectory: Trajectory
@@ -106,45 +106,45 @@ class StoredRollout:
 
 
 class RolloutStore(Protocol):
-    """Where a batch has its rollouts written as they end, and finds those that had ended in an earlier run."""
+    """Stores the finished rollouts of a batch, and finds those of an earlier run."""
 
     def finished(self, group: AttemptGroup, attempt: int) -> StoredRollout | None:
-        """What came of an attempt that had finished before; None if it is still to be made."""
+        """Return an attempt that finished in an earlier run; None if it must be run."""
         ...
 
     def append(self, group: AttemptGroup, trajectories: Sequence[Trajectory], *, scored: bool) -> asyncio.Future[None]:
-        """Have trajectories written; done when the end of this process takes none away.
+        """Start to write trajectories. The future is done once they survive the end of this process.
 
         Args:
-            group: whose they are.
-            trajectories: what came of the attempts.
-            scored: whether nothing more will happen to them.
+            group: the group of the trajectories.
+            trajectories: finished attempts.
+            scored: whether they are complete, so that no score is still to come.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _LineSpan:
-    """Where the last word on a rollout stands in the file, and where it belongs."""
+    """The bytes of a rollout's last record in the file, and its sort key: group number and attempt."""
 
     start: int
     stop: int
-    place: tuple[int, int]
+    order: tuple[int, int]
 
 
 class RolloutRecord:
-    """Trajectories as JSON lines, appended one by one as rollouts finish, each a whole line or not there at all.
+    """A file of trajectories as JSON lines, appended as rollouts finish. Each line is written completely or not at all.
 
-    Beside the file, ``….settings.json`` says what the rollouts are made with, so that they are never mixed with those
-    of another agent. A rollout is known again by its task's id and its attempt; tasks of the same id are told apart by
-    their order. What was cancelled, or spoiled by infrastructure, is recorded and counts as not finished.
+    A file ``….settings.json`` beside it holds the settings of the rollouts, so rollouts of different agents are never
+    mixed. A rollout is identified by its task's id and its attempt; tasks with the same id are distinguished by their
+    order. Cancelled rollouts and infrastructure failures are recorded and count as not finished.
 
     Args:
-        path: the file, in a directory that exists when it is opened.
-        resume: go on with what is there; else there must be nothing.
+        path: the file. Its directory must exist when the record is opened.
+        resume: continue an existing file; otherwise the file must not exist.
 
     Raises:
-        ConfigError: there is something and it is not to be gone on with, or it is not known what it was made with.
+        ConfigError: the file exists and ``resume`` is False, or its settings are not known.
     """
 
     def __init__(self, path: Path | str, *, resume: bool = False) -> None:
@@ -158,57 +158,56 @@ class RolloutRecord:
         self._saved = self._read_settings() if resume else None
         if self.path.exists() and not resume:
             raise ConfigError(
-                f"{self.path} holds rollouts already. Go on with them (resume=True; on the command line --resume), "
-                "choose another directory, or remove it."
+                f"{self.path} already holds rollouts. Resume the run (resume=True; on the command line --resume), "
+                "choose another directory, or remove the file."
             )
         if self.path.exists() and self._saved is None:
             raise ConfigError(
-                f"The rollouts in {self.path} cannot be gone on with: there is no {self.settings_file}, so it is not "
-                "known what they were made with. Begin a new run."
+                f"The run in {self.path} cannot be resumed: there is no {self.settings_file}, so the settings of its "
+                "rollouts are not known. Begin a new run."
             )
 
     @property
     def settings_file(self) -> Path:
-        """The file that says what the rollouts were made with."""
+        """The file with the settings of the rollouts."""
         return self.path.with_suffix(".settings.json")
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """What was said about the rollouts that are gone on with, when they were begun; empty if there are none."""
+        """The ``about`` of the run that is resumed; empty if none is."""
         return {} if self._saved is None else self._saved["about"]
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What the rollouts that are gone on with were made with; empty if there are none."""
+        """The settings of the run that is resumed; empty if none is."""
         return {} if self._saved is None else self._saved["settings"]
 
     @asynccontextmanager
     async def opened(self, settings: Mapping[str, Any], about: Mapping[str, Any]) -> AsyncIterator[None]:
         """Record rollouts inside the block. On resume, first load the rollouts of the earlier run.
 
-        When it ends, each rollout is in the file once, in the order of the tasks and attempts. Where nothing was
-        recorded, no file is left. Only one process records in a file at a time.
+        When the block ends, the file holds each rollout once, in the order of tasks and attempts. If nothing was
+        recorded, no file remains. Only one process can record in a file at a time.
 
         Args:
-            settings: what the rollouts are made with, JSON-able; it has to be as it was.
-            about: what is to be known of them later on, which may change; JSON-able.
+            settings: the settings of the rollouts, as JSON values. On resume they must be unchanged.
+            about: further information about the run, as JSON values. It may change.
 
         Raises:
-            ConfigError: the settings are others than those of the run that is gone on with; or another process is at
-                work on it.
+            ConfigError: the settings differ from those of the resumed run, or another process is recording in the file.
         """
         now = json.loads(json.dumps(dict(settings)))
         if self._saved is not None and (others := list(describe_differences(self._saved["settings"], now))):
             raise ConfigError(
-                f"The rollouts in {self.path} cannot be gone on with under other settings than they were begun with: "
-                f"{'; '.join(others)}. Put them back, or begin a new run."
+                f"The run in {self.path} cannot be resumed with other settings than it was begun with: "
+                f"{'; '.join(others)}. Restore them, or begin a new run."
             )
         try:
             await self._writer.start(self._open, {"about": dict(about), "settings": now})
             yield
             await self._writer.start(self._compact)
         except BaseException:
-            with contextlib.suppress(OSError):  # the disk may be full, and it is another error that matters
+            with contextlib.suppress(OSError):  # the disk may be full; the other error matters more
                 await asyncio.shield(self._writer.start(self._compact))
             raise
         finally:
@@ -218,14 +217,14 @@ class RolloutRecord:
 
     @property
     def recorded(self) -> int:
-        """Number of sound rollouts on record that `finished` has not been asked for yet; 0 before it is opened."""
+        """Number of finished rollouts on record that `finished` has not returned yet; 0 before it is opened."""
         return len(self._finished)
 
     def finished(self, group: AttemptGroup, attempt: int) -> StoredRollout | None:
-        """What came of an attempt that had finished before, under the names of this run. It is answered once.
+        """Return an attempt that finished in an earlier run, with the ids of this run. It is returned only once.
 
         Raises:
-            ConfigError: the task is another than the one that the attempt was made at.
+            ConfigError: the task has changed since the attempt.
         """
         finished = self._finished.pop((group.task.id, group.occurrence, attempt), None)
         if finished is None:
@@ -233,23 +232,23 @@ class RolloutRecord:
         trajectory = finished.trajectory
         if trajectory.task.canonical_json != group.task.canonical_json:
             raise ConfigError(
-                f"The rollouts in {self.path} cannot be gone on with: the task {group.task.id!r} is another than it "
-                "was. Give tasks that have changed another id, or begin a new run."
+                f"The run in {self.path} cannot be resumed: the task {group.task.id!r} has changed. Give changed tasks "
+                "a new id, or begin a new run."
             )
-        if trajectory.group_id != group.group_id:  # the tasks come in another order
+        if trajectory.group_id != group.group_id:  # the order of the tasks has changed
             trajectory.group_id, trajectory.rollout_id = group.group_id, f"{group.group_id}.{attempt}"
             self.append(group, [trajectory], scored=finished.scored)
         return finished
 
     def append(self, group: AttemptGroup, trajectories: Sequence[Trajectory], *, scored: bool) -> asyncio.Future[None]:
-        """Have trajectories written; done when the system has them, so that the end of this process takes none away.
+        """Start to write trajectories. The future is done once the operating system has them.
 
-        What was written of the same rollouts before no longer counts.
+        They then survive the end of this process. They replace earlier records of the same rollouts.
 
         Args:
-            group: whose they are.
-            trajectories: what came of the attempts.
-            scored: whether nothing more will happen to them.
+            group: the group of the trajectories.
+            trajectories: finished attempts.
+            scored: whether they are complete, so that no score is still to come.
         """
         return self._writer.start(self._append, group, tuple(trajectories), scored)
 
@@ -264,7 +263,7 @@ class RolloutRecord:
     def _read(self) -> None:
         with self.path.open("rb+") as file:
             for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):  # cut by the end of the process that wrote it
+                if not line.endswith(b"\n"):  # incomplete: the writing process ended
                     break
                 try:
                     value = json.loads(line)
@@ -273,7 +272,7 @@ class RolloutRecord:
                     self._note((trajectory.task.id, occurrence, trajectory.attempt), trajectory, len(line))
                 except (ConfigError, ValueError, KeyError, TypeError, RecursionError) as error:
                     raise ConfigError(
-                        f"The rollouts in {self.path} cannot be gone on with: line {number} is not one of them "
+                        f"The run in {self.path} cannot be resumed: line {number} is not a rollout "
                         f"({type(error).__name__}: {error}). Remove that line, or begin a new run."
                     ) from error
                 if has_finished(trajectory):
@@ -286,19 +285,19 @@ class RolloutRecord:
             line = trajectory_json_line(trajectory, occurrence=group.occurrence, scored=scored).encode("utf-8")
             if not is_same_file(self._file.fileno(), self.path):
                 raise PrerequisiteError(
-                    f"{self.path} was moved or removed while rollouts were recorded in it. Put it back, if it is still "
-                    "there, and go on with --resume (in Python: resume=True)."
+                    f"{self.path} was moved or removed while rollouts were recorded in it. Restore it if possible, and "
+                    "continue with --resume (in Python: resume=True)."
                 )
             try:
                 rest = memoryview(line)
                 while rest:
                     rest = rest[self._file.write(rest) :]
-            except OSError as error:  # the disk is full, say; what has got there of the line would spoil the next
+            except OSError as error:  # for instance a full disk; an incomplete line would corrupt the next one
                 with contextlib.suppress(OSError):
                     os.truncate(self._file.fileno(), self._end)
                 raise PrerequisiteError(
                     f"The rollouts of the run cannot be recorded in {self.path}: {error.strerror}. Free some space, "
-                    "and go on with --resume (in Python: resume=True)."
+                    "and continue with --resume (in Python: resume=True)."
                 ) from error
             self._note((group.task.id, group.occurrence, trajectory.attempt), trajectory, len(line))
 
@@ -308,9 +307,9 @@ class RolloutRecord:
         self._end += length
 
     def _compact(self) -> None:
-        if self._file is None or not self._opened:  # what is there has not been read to its end
+        if self._file is None or not self._opened:  # the existing file has not been read completely
             return
-        lines = sorted(self._lines.values(), key=lambda line: line.place)
+        lines = sorted(self._lines.values(), key=lambda line: line.order)
         stops = [0, *(line.stop for line in lines)]
         if [*(line.start for line in lines), self._end] == stops:
             return
@@ -318,14 +317,14 @@ class RolloutRecord:
             for line in lines:
                 source.seek(line.start)
                 target.write(source.read(line.stop - line.start))
-        self._file.close()  # only now: the next process to lock this file finds that it was replaced
+        self._file.close()  # only now, so that the next process to lock this file notices that it was replaced
         self._file = None
 
     def _close(self) -> None:
         if self._file is None:
             return
         if self._opened and not self._lines:
-            for path in (self.settings_file, self.path):  # while the lock is held, as above
+            for path in (self.settings_file, self.path):  # before the lock is released
                 path.unlink(missing_ok=True)
         self._file.close()
         self._file = None
@@ -340,18 +339,18 @@ class RolloutRecord:
         if isinstance(saved, dict) and all(isinstance(saved.get(part), dict) for part in ("about", "settings")):
             return saved
         raise ConfigError(
-            f"The rollouts in {self.path} cannot be gone on with: {self.settings_file}, which says what they were made "
-            "with, is damaged. Begin a new run."
+            f"The run in {self.path} cannot be resumed: {self.settings_file}, which holds the settings of its rollouts, "
+            "is damaged. Begin a new run."
         )
 
 
 def open_locked(path: Path) -> FileIO:
-    """A file to be added to, made if it is not there, that no other process adds to until it is closed.
+    """Open a file for appending and lock it until it is closed. The file is created if needed.
 
-    It has no buffer, in which a line that could not be written would wait for the next.
+    It is unbuffered, so a line that could not be written is not written later.
 
     Raises:
-        ConfigError: another process has it.
+        ConfigError: another process has locked it.
         PrerequisiteError: it cannot be opened.
     """
     while True:
@@ -359,17 +358,17 @@ def open_locked(path: Path) -> FileIO:
             file = path.open("ab", buffering=0)
         except OSError as error:
             raise PrerequisiteError(
-                f"{path} cannot be opened to add rollouts to it: {error.strerror}. Choose a directory that you may "
-                "write."
+                f"{path} cannot be opened to append rollouts: {error.strerror}. Choose a directory that you may write "
+                "to."
             ) from error
         if not try_lock(file.fileno()):
             file.close()
-            raise ConfigError(f"Another process is adding rollouts to {path}. Wait for its end, or stop it.")
+            raise ConfigError(f"Another process is recording rollouts in {path}. Wait for its end, or stop it.")
         if is_same_file(file.fileno(), path):
             return file
-        file.close()  # it was replaced or removed a moment ago
+        file.close()  # it was replaced or removed meanwhile
 
 
 def has_finished(trajectory: Trajectory) -> bool:
-    """Whether an attempt came to an end that counts, and is not to be made again."""
+    """Return whether an attempt has finished and need not be run again."""
     return trajectory.finish_reason is not FinishReason.CANCELLED and not trajectory.infrastructure_failed

@@ -31,9 +31,9 @@ from agentfly.rollouts.scoring import can_be_scored
 
 
 def require_fields(agent: Agent, tasks: Sequence[Task], reward: AnyReward | None) -> None:
-    """See that each task has the fields that the agent's tools and the reward ask for.
+    """Check that each task has the fields that the agent's tools and the reward take.
 
-    Raises: as of `require_tool_fields` and `require_reward_fields`.
+    Raises the errors of `require_tool_fields` and `require_reward_fields`.
     """
     for tool in agent.tools:
         require_tool_fields(tool, tasks)
@@ -42,32 +42,32 @@ def require_fields(agent: Agent, tasks: Sequence[Task], reward: AnyReward | None
 
 
 def require_tool_fields(tool: Tool, tasks: Sequence[Task]) -> None:
-    """See that each task has the fields that a tool, or the class that it is a method of, asks for.
+    """Check that each task has the fields that a tool, or its class, takes.
 
     Raises:
-        ToolDefinitionError: one has not.
+        ToolDefinitionError: a task lacks one.
     """
     for name in tool.task_fields:
         if lacking := _lacking(name, tasks):
-            raise ToolDefinitionError(f"The tool {tool.name!r} asks for the field {name!r}, {lacking}")
+            raise ToolDefinitionError(f"The tool {tool.name!r} takes the field {name!r}, {lacking}")
 
 
 def require_reward_fields(reward: AnyReward, tasks: Sequence[Task]) -> None:
-    """See that each task has the fields that a reward, or one that it is made of, asks for.
+    """Check that each task has the fields that a reward, or a part of it, takes.
 
     Raises:
-        RewardDefinitionError: one has not.
+        RewardDefinitionError: a task lacks one.
     """
     for name in reward.task_fields:
         if lacking := _lacking(name, tasks):
             raise RewardDefinitionError(
-                f"The reward {reward.name!r} asks for the field {name!r}, {lacking} Beside these it can ask for "
+                f"The reward {reward.name!r} takes the field {name!r}, {lacking} Besides fields it can take "
                 f"'context', {', '.join(map(repr, reward.injectable_names))}."
             )
 
 
 def _lacking(name: str, tasks: Sequence[Task]) -> str:
-    """How many tasks do not have a field, and what to do; empty if all have it."""
+    """Return how many tasks lack a field and what to do, as the end of an error message; empty if none does."""
     lacking = [task for task in tasks if name not in task.fields]
     if not lacking:
         return ""
@@ -79,7 +79,7 @@ def _lacking(name: str, tasks: Sequence[Task]) -> str:
 
 
 _SHOWN = ("reward/mean", "unscored", "turns/mean")
-"""Metrics by which a result is shown."""
+"""Metrics that the repr of a result shows."""
 
 NO_REWARD = "nothing is scored: no reward was given, and no tool gave one. Pass reward=…, a function with @af.reward"
 
@@ -88,12 +88,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, repr=False)
 class RunResult:
-    """What came of rolling an agent out.
+    """The result of a run.
 
     Attributes:
-        trajectories: in the order of the tasks and attempts.
-        metrics: numbers over all of them, by the names of `agentfly.rollouts.metrics`.
-        note: what else is to be known of it, in words; empty where there is nothing.
+        trajectories: the trajectories, in the order of the tasks and attempts.
+        metrics: metrics over all trajectories, by the names of `agentfly.rollouts.metrics`.
+        note: a remark for the user, for instance that nothing was scored; empty if there is none.
     """
 
     trajectories: list[Trajectory]
@@ -102,11 +102,11 @@ class RunResult:
 
     @property
     def rewards(self) -> list[float | None]:
-        """The score of each trajectory; None where it is unscored."""
+        """The reward of each trajectory; None if it is unscored."""
         return [trajectory.reward for trajectory in self.trajectories]
 
     def __repr__(self) -> str:
-        """A line: the trajectories themselves would fill the screen."""
+        """Return one line, without the trajectories."""
         shown = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items() if name in _SHOWN)
         note = f"; {self.note}" if self.note else ""
         return f"RunResult({len(self.trajectories)} trajectories{', ' if shown else ''}{shown}{note})"
@@ -127,31 +127,31 @@ async def run(
     step: int = 0,
     **runner_settings: Unpack[RunnerSettings],
 ) -> RunResult:
-    """Roll an agent out on tasks and score what it did.
+    """Roll an agent out on tasks and score the rollouts.
 
-    Cancelling it, and so Ctrl-C under `asyncio.run`, gives everything back. SIGTERM does so too and then ends the
-    process, unless the program takes that signal itself.
+    A cancellation, such as Ctrl-C under `asyncio.run`, releases all resources. So does SIGTERM, which then ends the
+    process, unless the program handles that signal itself.
 
     Args:
         agent: the agent.
         tasks: tasks, mappings with a ``prompt``, prompts, or the path of a file of such rows (`agentfly.core.task`).
-        reward: scores each rollout. Without one, the sum of the tools' rewards is the score; where these give none,
-            nothing is scored.
-        attempts: rollouts a task; they form a group.
+        reward: scores each rollout. Without one, the score is the sum of the tools' rewards; a rollout without any is
+            unscored.
+        attempts: number of rollouts per task; they form a group.
         sampling: changes the agent's sampling, for instance ``lambda s: replace(s, temperature=0.0)``.
-        label: begins the ids of the rollouts; see `BatchSettings`.
-        priority: rollouts of a higher one begin, and get resources, first.
+        label: prefix of the rollouts' ids; see `BatchSettings`.
+        priority: rollouts of a higher priority begin, and get resources, first.
         run_dir: a directory in which each trajectory is saved as soon as it has finished.
-        resume: go on with what was begun in ``run_dir``: what had finished there is not run again, what infrastructure
-            had spoiled is. Agent, model, reward and sampling have to be as they were; there may be more tasks.
-        kind, step: what the file in ``run_dir`` is named after: what is rolled out for, and how many steps the model
-            was trained.
-        runner_settings: as of `Runner`: ``policy``, ``engine``, ``events``, ``max_concurrent_rollouts``, …
+        resume: continue the run in ``run_dir``: finished rollouts are not run again, infrastructure failures are.
+            Agent, model, reward and sampling must be unchanged; there may be more tasks.
+        kind, step: determine the name of the file in ``run_dir``: the purpose of the rollouts, and the number of
+            training steps of the model.
+        runner_settings: settings of `Runner`: ``policy``, ``engine``, ``events``, ``max_concurrent_rollouts``, …
 
     Raises:
-        UsageError: there is no such argument, or it is not what it has to be.
-        ToolDefinitionError, RewardDefinitionError: a tool or the reward asks for a field that a task does not have.
-        FailureBudgetExceeded: too large a share of the rollouts failed for reasons the policy could not cause.
+        UsageError: an argument is unknown or invalid.
+        ToolDefinitionError, RewardDefinitionError: a tool or the reward takes a field that a task does not have.
+        FailureBudgetExceeded: too large a share of the rollouts failed for reasons that the policy could not cause.
         AgentFlyError: something is missing or wrong before the first rollout starts.
     """
     reject_unknown_arguments("run", runner_settings, [*signature(run).parameters, *RunnerSettings.__annotations__])
@@ -165,7 +165,7 @@ async def run(
     require_agent(agent)
     rows = to_tasks(tasks)
     if resume and run_dir is None:
-        raise ConfigError("resume=True needs run_dir, the directory of the run to go on with.")
+        raise ConfigError("resume=True needs run_dir, the directory of the run to continue.")
     if reward is not None:
         require_reward(reward)
     require_fields(agent, rows, reward)
@@ -194,7 +194,7 @@ async def run(
             concurrency = (runner.concurrency() - began).metrics()
     note = NO_REWARD if reward is None and _nothing_scored(trajectories) else ""
     if note:
-        _tell_once(note)
+        _warn_once(note)
     return RunResult(trajectories, summarize(trajectories) | concurrency | resources, note)
 
 
@@ -205,9 +205,9 @@ def _nothing_scored(trajectories: Sequence[Trajectory]) -> bool:
 
 
 @functools.cache
-def _tell_once(note: str) -> None:
-    """Tell it in this process, however many runs it is true of."""
-    logger.warning("%s%s. (This is told once.)", note[:1].upper(), note[1:])
+def _warn_once(note: str) -> None:
+    """Log a warning once per process."""
+    logger.warning("%s%s. (This is logged once.)", note[:1].upper(), note[1:])
 
 
 async def evaluate(
@@ -224,10 +224,10 @@ async def evaluate(
     step: int = 0,
     **runner_settings: Unpack[RunnerSettings],
 ) -> RunResult:
-    """Roll an agent out on held-out tasks, by default with the most likely tokens. Arguments: as of `run`.
+    """Roll an agent out on held-out tasks, by default with the most likely tokens. The arguments are those of `run`.
 
-    Its requests for resources go before those of a `run` on the same engine, and its rollouts begin before those of
-    other batches of the same runner.
+    Its priority is higher by default: its requests for resources go before those of a `run` on the same engine, and
+    its rollouts begin before those of other batches of the same runner.
     """
     reject_unknown_arguments(
         "evaluate", runner_settings, [*signature(evaluate).parameters, *RunnerSettings.__annotations__]

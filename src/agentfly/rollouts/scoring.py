@@ -22,13 +22,12 @@ from agentfly.resources.engine.engine import ResourceEngine
 async def score_rollout(
     trajectory: Trajectory, reward: AnyReward | None, context: Context, events: EventStream
 ) -> None:
-    """Score a rollout that has ended, while what it leased is still there for the reward to look at.
+    """Score a rollout that has ended. Its resources are still leased, so the reward can inspect them.
 
-    What infrastructure spoiled, and what ended before its first turn, stays unscored. So does what the reward fails
-    for; ``trajectory.reward_failure`` then says why. Without a reward the sum of the tools' rewards is the score. Each
-    turn has what its tools said for its reward, unless the reward says more. Where a group reward is the reward, only
-    what it wants to be scored ``after`` is computed here, and kept as a metric of that name: the score comes with the
-    group (`agentfly.rollouts.scoring`).
+    A rollout stays unscored if infrastructure failed, if it ended before its first turn, or if the reward fails;
+    ``trajectory.reward_failure`` then gives the reason. Without a reward, the score is the sum of the tools' rewards.
+    Each turn has the rewards of its own tools, unless the reward sets them. For a group reward, only its ``after``
+    reward is computed here and stored as a metric of that name; `score_group` computes the score.
     """
     if not can_be_scored(trajectory):
         return
@@ -61,12 +60,12 @@ async def score_rollout(
 
 
 def can_be_scored(trajectory: Trajectory) -> bool:
-    """Whether the policy had a part in what became of a rollout, and nothing else spoiled it."""
+    """Return whether a rollout has a turn and no infrastructure failure."""
     return not trajectory.infrastructure_failed and bool(trajectory.turns)
 
 
 def set_score(trajectory: Trajectory, result: RewardResult) -> None:
-    """Give a trajectory its score."""
+    """Set the reward, metrics and turn rewards of a trajectory."""
     trajectory.reward = result.reward
     trajectory.metrics.update(result.metrics)
     if result.turn_rewards is not None:
@@ -74,13 +73,13 @@ def set_score(trajectory: Trajectory, result: RewardResult) -> None:
 
 
 def mark_unscored(trajectory: Trajectory, error: BaseException) -> None:
-    """Leave a trajectory unscored, and say why."""
+    """Leave a trajectory unscored because of ``error``."""
     trajectory.reward = None
     trajectory.reward_failure = Failure.of(error, Boundary.REWARD)
 
 
 def emit_score(trajectory: Trajectory, seconds: float, events: EventStream) -> None:
-    """Tell what came of scoring."""
+    """Emit the event for a finished scoring."""
     failure = trajectory.reward_failure
     events.emit(
         RewardFinished(
@@ -93,7 +92,7 @@ def emit_score(trajectory: Trajectory, seconds: float, events: EventStream) -> N
 
 
 def _set_turn_rewards(trajectory: Trajectory, rewards: Sequence[float | None]) -> None:
-    """Say what each turn was worth."""
+    """Set the reward of each turn."""
     trajectory.turns[:] = [
         turn if turn.reward == one else replace(turn, reward=one)
         for turn, one in zip(trajectory.turns, rewards, strict=True)
@@ -101,13 +100,13 @@ def _set_turn_rewards(trajectory: Trajectory, rewards: Sequence[float | None]) -
 
 
 ScoreGroup = Callable[[Sequence[Trajectory]], Awaitable[None]]
-"""Scores all attempts at a task together, by writing into their trajectories."""
+"""Scores all attempts at a task together, and stores the scores in their trajectories."""
 
 
 def group_scorer(
     reward: AnyReward | None, engine: ResourceEngine, events: EventStream, *, priority: int = 0
 ) -> ScoreGroup | None:
-    """What is to be called with the attempts of each group once all have ended; None if each is scored by itself."""
+    """Return the function that scores the attempts of a group once all have ended; None without a group reward."""
     if not isinstance(reward, GroupReward):
         return None
     return partial(score_group, reward=reward, engine=engine, events=events, priority=priority)
@@ -121,10 +120,9 @@ async def score_group(
     *,
     priority: int = 0,
 ) -> None:
-    """Score the attempts at one task together: those that are sound and whose part ``after`` has given a score.
+    """Score the attempts at one task together, if they can be scored and their ``after`` reward has given a score.
 
-    What becomes of each is as in `agentfly.rollouts.scoring.score_rollout`. A failure of the whole leaves all of them
-    unscored.
+    Each trajectory is changed as by `score_rollout`. If the group reward fails, all of them are unscored.
     """
     sound = sorted((one for one in trajectories if _is_eligible(one, reward)), key=lambda one: one.attempt)
     if not sound:
@@ -164,5 +162,5 @@ def _is_eligible(trajectory: Trajectory, reward: GroupReward) -> bool:
 
 
 def _seen(trajectory: Trajectory, reward: GroupReward) -> Trajectory:
-    """A trajectory as the group reward sees it: with the score of what comes first, if something does."""
+    """Return a trajectory as the group reward sees it: with the score of its ``after`` reward, if there is one."""
     return trajectory if reward.after is None else replace(trajectory, reward=trajectory.metrics[reward.after.name])

@@ -2,11 +2,11 @@
 
 An oracle, or another model behind an endpoint, gives no token ids of the model that learns from it. Its conversation is
 rendered with the same chat format, strategy and recorder as in a rollout. Each turn gets the ids with which the model
-would write it. So prompts, breaks and masks equal those of a rollout of its own: the mask is 1 exactly on the turns,
+would write it. So prompts, breaks and masks equal those of the model's own rollout: the mask is 1 exactly on the turns,
 their ends included.
 
-The tokens of a script are no model's, so limits on tokens do not bind it. `TokenRequirement` says whether a model could
-write the same within the agent's limits.
+Token limits do not apply to a script, because it samples no tokens. `TokenRequirement` says whether a model could
+generate the same within the agent's limits.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from agentfly.rollouts.token_recorder import NO_TOKENS, STRATEGIES, TokenRecorde
 
 
 class CannotRender(ConfigError):
-    """A conversation that cannot be written in the chat format of another model.
+    """A conversation that cannot be rendered in the chat format of another model.
 
     Attributes:
-        cause: why, in a word: ``images``, ``too_long``, ``other_call_format``, ``no_turns``.
+        cause: the reason: ``images``, ``too_long``, ``other_call_format`` or ``no_turns``.
     """
 
     def __init__(self, cause: str, message: str) -> None:
@@ -51,15 +51,15 @@ class TrajectoryRenderer:
     """Renders the conversations of an agent's rollouts for one model.
 
     Args:
-        agent: the agent, with the model that is to learn.
-        tokenizer: that model's.
+        agent: the agent, with the model that learns.
+        tokenizer: the tokenizer of that model.
         strategy: how turns become token sequences.
-        max_tokens: the most tokens that a sequence may hold.
+        max_tokens: maximum number of tokens in a sequence.
 
     Raises:
-        ConfigError: there is no such strategy; or the agent's memory shows its model something else than the
-            conversation, which only the rollout itself could tell.
-        ChatFormatError: the model's chat template cannot carry the agent's conversations.
+        ConfigError: the strategy is unknown; or the agent's memory shows its model something other than the
+            conversation, so that the trajectory does not contain what the model saw.
+        ChatFormatError: the model's chat template cannot render the agent's conversations.
     """
 
     def __init__(self, agent: Agent, tokenizer: Tokenizer, *, strategy: str = "chain", max_tokens: int) -> None:
@@ -69,12 +69,12 @@ class TrajectoryRenderer:
         self._parts = dict(_parts(agent, tokenizer, str(agent.model), ""))
 
     def render(self, trajectory: Trajectory) -> Trajectory:
-        """The same trajectory, with the ids of this model in place of those it may have.
+        """Return the trajectory with token ids of this model, which replace any that it has.
 
-        Turns of subagents with a model of their own have none.
+        Turns of subagents with another model have none.
 
         Raises:
-            CannotRender: it cannot be written for this model; the message says why.
+            CannotRender: it cannot be rendered for this model; the message says why.
         """
         sequences: list[TokenSequence] = []
         spans: dict[int, TokenSpan] = {}
@@ -129,9 +129,9 @@ class TrajectoryRenderer:
 def _parts(agent: Agent, tokenizer: Tokenizer, model: str, path: str) -> Iterator[tuple[str, _RenderedAgent]]:
     if not isinstance(agent.memory, FullHistory):
         raise ConfigError(
-            f"The agent remembers by {type(agent.memory).__name__}, and what that showed its model is told by the ids "
-            "of the model that sampled alone. Learn from rollouts of the model itself, or from an agent with the full "
-            "history."
+            f"The agent's memory is {type(agent.memory).__name__}. Only the token ids of the model that sampled show "
+            "what this memory recalled, and they are not this model's. Learn from rollouts of the model itself, or from "
+            "an agent with the full history."
         )
     settled, chat = resolve_chat_format(replace(agent, chat_format="template"), tokenizer)
     assert isinstance(chat, TemplateChatFormat)
@@ -142,22 +142,22 @@ def _parts(agent: Agent, tokenizer: Tokenizer, model: str, path: str) -> Iterato
 
 
 def _asked_of_subagent(messages: Sequence[Message]) -> list[Message]:
-    """What a subagent was asked: the one message of its prompt."""
+    """Return the prompt of a subagent: its one user message."""
     return [message for message in messages if message["role"] == "user"][:1]
 
 
 def _opened(turn: Turn) -> str:
-    """The marker by which the prompt of a turn had opened thinking; its text has thoughts that it does not open."""
+    """Return the reasoning marker with which the prompt of a turn ended, if its text closes but does not open one."""
     if turn.reasoning is None or turn.content is None or turn.text.lstrip().startswith(tuple(REASONING_MARKERS)):
         return ""
     return next((opener for opener, closer in REASONING_MARKERS.items() if closer in turn.text), "<think>")
 
 
 def _text(agent: Agent, turn: Turn, calls: Sequence[ToolCall]) -> str:
-    """What the turn says in the agent's tool-call format.
+    """Return the text of a turn with its calls in the agent's tool-call format.
 
     Raises:
-        CannotRender: its calls are written in another format within the text.
+        CannotRender: the text contains its calls in another format.
     """
     if not turn.ended_by_model or [
         (one.name, one.arguments) for one in agent.parse_calls(turn.text, opened=_opened(turn))
@@ -167,7 +167,7 @@ def _text(agent: Agent, turn: Turn, calls: Sequence[ToolCall]) -> str:
         raise CannotRender(
             "other_call_format",
             f"The calls of turn {turn.index} are not in the tool-call format {agent.format.name!r} of this model. Give "
-            "the agent one that both models have, for instance tool_call_format='hermes'.",
+            "the agent a format that both models support, for instance tool_call_format='hermes'.",
         )
     written = [agent.format.write(call.name, call.arguments or {}) for call in calls]
     return "\n".join(filter(None, [turn.text, *written]))
@@ -176,7 +176,7 @@ def _text(agent: Agent, turn: Turn, calls: Sequence[ToolCall]) -> str:
 def _require_no_images(messages: Sequence[Message], turns: Sequence[Turn]) -> None:
     shown = any(images_of(message["content"]) for message in messages)
     if shown or any(result.images for turn in turns for result in turn.tool_results):
-        raise CannotRender("images", "A conversation with images cannot be learned from: the learner has no eyes.")
+        raise CannotRender("images", "A conversation with images cannot be learned from: the learner takes only text.")
 
 
 def _placed(turn: Turn, span: TokenSpan) -> Turn:
@@ -185,12 +185,12 @@ def _placed(turn: Turn, span: TokenSpan) -> Turn:
 
 @dataclass(frozen=True)
 class TokenRequirement:
-    """Tokens that a rollout takes when a model says what a script has said.
+    """The number of tokens that a model needs to generate the same rollout as a script.
 
     Attributes:
-        turn: the most tokens of a turn, its end included.
-        sequence: the most tokens of a sequence: prompt, turns and observations.
-        exceeded_limits: each limit of the agent that is too low for it, in words.
+        turn: length of the longest turn, its end included.
+        sequence: length of the longest sequence: prompt, turns and observations.
+        exceeded_limits: a message for each limit of the agent that is too low.
     """
 
     turn: int
@@ -201,26 +201,26 @@ class TokenRequirement:
     def count(
         cls, trajectory: Trajectory, agent: Agent, tokenizer: Tokenizer, *, strategy: str, context_length: int
     ) -> TokenRequirement:
-        """The length of a rollout in the tokens of a model, in its chat format.
+        """Count the tokens of a rollout in a model's chat format.
 
         Args:
             trajectory: the rollout.
             agent: the agent that was rolled out, with the model.
-            tokenizer: the model's.
+            tokenizer: the model's tokenizer.
             strategy: how turns become token sequences.
-            context_length: the most tokens that the model can hold.
+            context_length: context length of the model, in tokens.
 
         Raises:
-            CannotRender: the conversation cannot be written for the model; the message says why.
-            ConfigError: the agent's memory shows its model something else than the conversation.
-            ChatFormatError: the model's chat template cannot carry the agent's conversations.
+            CannotRender: the conversation cannot be rendered for the model; the message says why.
+            ConfigError: the agent's memory shows its model something other than the conversation.
+            ChatFormatError: the model's chat template cannot render the agent's conversations.
         """
         rendered = TrajectoryRenderer(agent, tokenizer, strategy=strategy, max_tokens=context_length).render(trajectory)
         limits = dict(_agents(agent, ""))
-        spoken = [turn for turn in rendered.turns if turn.sequence >= 0]
-        beyond: dict[str, str] = {}
+        generated = [turn for turn in rendered.turns if turn.sequence >= 0]
+        exceeded: dict[str, str] = {}
         sampled: dict[str, int] = {}
-        for turn in spoken:
+        for turn in generated:
             own, tokens = limits[turn.agent], turn.stop - turn.start
             whole = len(rendered.sequences[turn.sequence])
             sampled[turn.conversation] = sampled.get(turn.conversation, 0) + tokens
@@ -230,28 +230,28 @@ class TokenRequirement:
                 ("max_sampled_tokens", own.max_sampled_tokens, sampled[turn.conversation], "the turns take"),
             ):
                 if limit is not None and needed > limit:
-                    beyond[name] = f"{what} {needed} tokens of the model, and {name} is {limit}"
+                    exceeded[name] = f"{what} {needed} tokens of the model, and {name} is {limit}"
         return cls(
-            max((turn.stop - turn.start for turn in spoken), default=0),
+            max((turn.stop - turn.start for turn in generated), default=0),
             max(map(len, rendered.sequences), default=0),
-            tuple(beyond.values()),
+            tuple(exceeded.values()),
         )
 
     def require_within_limits(self) -> None:
-        """Raise unless the agent's limits leave room.
+        """Check the rollout against the agent's limits.
 
         Raises:
-            ConfigError: they do not.
+            ConfigError: a limit is too low.
         """
         if self.exceeded_limits:
             raise ConfigError(
-                f"The model could not say what the oracle says: {'; '.join(self.exceeded_limits)}. Raise the "
-                "limit, or have the oracle say less."
+                f"The model could not generate what the oracle writes: {'; '.join(self.exceeded_limits)}. Raise the "
+                "limit, or shorten the oracle."
             )
 
 
 def _agents(agent: Agent, path: str) -> Iterator[tuple[str, Agent]]:
-    """The agent and its subagents, by the paths by which turns name them."""
+    """Yield the agent and its subagents with the paths that turns refer to."""
     yield path, agent
     for tool in agent.tools:
         if isinstance(tool, Subagent):

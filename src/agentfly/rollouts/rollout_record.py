@@ -339,7 +339,7 @@ class RolloutRecord:
         if isinstance(saved, dict) and all(isinstance(saved.get(part), dict) for part in ("about", "settings")):
             return saved
         raise ConfigError(
-            f"The run in {self.path} cannot be resumed: {self.settings_file}, which holds the settings of its rollouts, "
+            f"The run in {self.path} cannot be resumed: {self.settings_file}, which holds its settings, "
             "is damaged. Begin a new run."
         )
 

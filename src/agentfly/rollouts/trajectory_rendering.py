@@ -130,8 +130,8 @@ def _parts(agent: Agent, tokenizer: Tokenizer, model: str, path: str) -> Iterato
     if not isinstance(agent.memory, FullHistory):
         raise ConfigError(
             f"The agent's memory is {type(agent.memory).__name__}. Only the token ids of the model that sampled show "
-            "what this memory recalled, and they are not this model's. Learn from rollouts of the model itself, or from "
-            "an agent with the full history."
+            "what this memory recalled, and they are not this model's. Learn from rollouts of the model itself, or "
+            "from an agent with the full history."
         )
     settled, chat = resolve_chat_format(replace(agent, chat_format="template"), tokenizer)
     assert isinstance(chat, TemplateChatFormat)

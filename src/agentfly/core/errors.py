@@ -32,7 +32,7 @@ _MIN_PREFIX = 3
 
 
 class Boundary(StrEnum):
-    """Where a failure happened."""
+    """The boundary at which a failure happened."""
 
     USAGE = "usage"  # what the user wrote: an agent, a tool, a reward, a configuration
     MACHINE = "machine"  # what the machine lacks: a program, a kernel feature, disk, network, a model
@@ -54,7 +54,7 @@ class AgentFlyError(Exception):
 
 
 def error_message(error: BaseException) -> str:
-    """Return the message of an exception as text that can be tokenized and saved, whatever its ``__str__`` does."""
+    """Return the message of an exception as text that can be tokenized and saved, even if its ``__str__`` fails."""
     try:
         message = str(error)
     except Exception as failure:
@@ -63,7 +63,7 @@ def error_message(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type and message of an exception, whatever its ``__str__`` does."""
+    """Return the type and message of an exception, even if its ``__str__`` fails."""
     return f"{type(error).__name__}: {error_message(error)}"
 
 

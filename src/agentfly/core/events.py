@@ -36,7 +36,7 @@ Subscriber = Callable[[Event], None]
 
 
 class EventStream:
-    """Where events are emitted to, and from where subscribers get them."""
+    """Delivers emitted events to subscribers."""
 
     def __init__(self) -> None:
         self._subscribers: tuple[Subscriber, ...] = ()
@@ -94,14 +94,14 @@ class ResourceEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourcePreparing(ResourceEvent):
-    """What instances need, such as an image, is brought to the machine; `ResourcePrepared` tells how that went."""
+    """A prerequisite of instances, such as an image, is being fetched. `ResourcePrepared` reports the end."""
 
     what: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourcePrepared(ResourceEvent):
-    """What was brought is there; or it is not, for ``error``. It took ``seconds``."""
+    """The prerequisite is ready, or failed with ``error``. It took ``seconds``."""
 
     what: str
     seconds: float
@@ -229,7 +229,7 @@ class RolloutEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutsScheduled(Event):
-    """So many rollouts were asked for in one call, of which some are on record from before and are not run again."""
+    """One call requested this many rollouts. Some may be on record from an earlier run and are not repeated."""
 
     total: int
     recorded: int
@@ -280,9 +280,9 @@ class RolloutFinished(RolloutEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStarted(Event):
-    """A training begins, or goes on. ``model`` is trained, in the number format ``dtype`` and on ``device``.
+    """A training run begins or resumes. ``model`` is trained with the number format ``dtype`` on ``device``.
 
-    ``further`` says, in words, how a run that has made all its steps is made longer.
+    ``further`` is a sentence that says how to extend a run that has made all its steps.
     """
 
     run_dir: str
@@ -341,7 +341,7 @@ class TrainingFinished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(Event):
-    """A long action that is not part of a rollout tells how far it is, for instance while a model loads."""
+    """Progress of a long action outside rollouts, for instance loading a model."""
 
     what: str
     done: float | None = None

@@ -23,7 +23,7 @@ COLLECT_EVERY_S = 60.0
 
 
 class _GCTuning:
-    """Who of this process has asked for it. There is one, as there is one garbage collector."""
+    """Counts the users of the tuning in this process, which has one garbage collector."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -70,11 +70,11 @@ _TUNING = _GCTuning()
 
 @contextmanager
 def tuned_gc() -> Iterator[None]:
-    """Within the block the garbage collector passes over what exists at its begin, and comes less often.
+    """Within the block, the garbage collector skips the objects that exist at its start, and runs less often.
 
-    To be entered once imports and set-up are done. Blocks may be nested, and overlap in any order: the first one tunes,
-    and the end of the last one undoes it. What the program has set by itself stays: objects that it has frozen, a
-    higher threshold, and collections that it has switched off.
+    Enter it once imports and set-up are done. Blocks may be nested and may overlap in any order. The first one applies
+    the tuning, and the end of the last one undoes it. The program's own settings stay: objects that it has frozen, a
+    higher threshold, and disabled collection.
     """
     _TUNING.enter()
     try:

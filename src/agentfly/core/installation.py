@@ -1,4 +1,4 @@
-"""How this copy of AgentFly was installed, and checks of its optional packages."""
+"""The way this copy of AgentFly was installed, and checks for its optional packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users' code returns as values that JSON can hold, any record as a line of JSON, and any as a line for people."""
+"""Conversion of users' values to JSON, of records to lines of JSON, and of values to short text for people."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ JSONFallback = Callable[[Any], Any]
 
 
 def to_json_value(value: Any, unknown: JSONFallback | None = None) -> Any:
-    """A value as JSON holds it: null, true, false, numbers, texts, lists and objects.
+    """Return a value as JSON holds it: null, true, false, numbers, texts, lists and objects.
 
-    Scalars and arrays of NumPy and tensors become numbers and lists, also within other values. What is no finite number
-    becomes null. Dataclasses and pydantic models become objects, enumerations their values, tuples and sets lists (sets
-    in a fixed order), bytes text, dates ISO 8601, and objects whose class says how they read as text (``__str__``)
+    Scalars and arrays of NumPy and tensors become numbers and lists, at any depth. Numbers that are not finite become
+    null. Dataclasses and pydantic models become objects, and enumerations become their values. Tuples and sets become
+    lists, sets in a fixed order. Bytes become text and dates ISO 8601. Objects whose class defines ``__str__`` become
     that text.
 
     Args:
         value: any value.
-        unknown: called with what has no form; what it returns stands for that.
+        unknown: called with a value that has no JSON form; its result replaces the value.
 
     Raises:
-        TypeError: something has no form, and ``unknown`` is not given.
-        RecursionError: it lies too deep, or holds itself.
+        TypeError: a value has no JSON form, and ``unknown`` is not given.
+        RecursionError: the value is nested too deeply, or contains itself.
     """
     if value is None or value is True or value is False or type(value) is str or type(value) is int:
         return value
@@ -70,7 +70,7 @@ def to_json_value(value: Any, unknown: JSONFallback | None = None) -> Any:
 
 
 def own_copy(value: Any) -> Any:
-    """A value whose lists, mappings and sets, at any depth, are nobody else's. All other things in it are shared."""
+    """Copy the lists, mappings and sets in a value, at any depth. Everything else in it is shared."""
     if type(value) in (list, tuple):
         return type(value)(map(own_copy, value))
     if type(value) is dict:
@@ -79,10 +79,10 @@ def own_copy(value: Any) -> Any:
 
 
 def to_json_line(value: Any) -> str:
-    """A record as one line of JSON, without its end. Whatever is in it, there is a line.
+    """Return a record as one line of JSON, without its line end. It never fails.
 
-    What JSON has no form for stands there as text, as do whole numbers of too many digits. What lies too deep, or holds
-    itself, is cut there and says so.
+    Values without a JSON form become text, as do whole numbers with too many digits. Values that are nested too deeply
+    or contain themselves are cut, with a remark.
     """
     try:
         line = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -123,7 +123,7 @@ def has_own_str(value: object) -> bool:
 
 
 def repr_fallback(value: object) -> str:
-    """What stands in a record for an object that JSON has no form for: how programmers are shown it."""
+    """Return the text that stands in a record for an object without a JSON form: its repr."""
     try:
         return repr(value)[:MAX_REPR_CHARS]
     except Exception:
@@ -164,7 +164,7 @@ def _of_object(value: Any, unknown: JSONFallback | None) -> Any:
 
 
 class _JSONSanitizer:
-    """Makes values such as can be written and read again, whatever they are."""
+    """Turns any values into values that can be written and read again."""
 
     def __init__(self) -> None:
         self._path: set[int] = set()  # the containers that hold the value at hand

@@ -65,22 +65,22 @@ class Image:
 
     @property
     def label(self) -> str:
-        """What stands for the image where people read text, for instance ``[image: image/png, 12 kB]``."""
+        """The text that represents the image for people, for instance ``[image: image/png, 12 kB]``."""
         size = len(self.data)
         return f"[image: {self.media_type}, {f'{size} bytes' if size < 1000 else f'{size / 1000:.0f} kB'}]"
 
     @classmethod
     def of(cls, value: Any, *, folder: Path | None = None) -> Self:
-        """An image from whatever holds one.
+        """Return an image from any supported form.
 
         Args:
-            value: an `Image`, an image of PIL, a NumPy array of bytes (height by width by 3 or 4 colours), a data URL,
-                or the path of a file.
-            folder: what a relative path starts from; by default the current directory.
+            value: an `Image`, a PIL image, a NumPy array of bytes (height by width by 3 or 4 colours), a data URL, or
+                the path of a file.
+            folder: directory that a relative path starts from; by default the current directory.
 
         Raises:
-            UsageError: it is nothing of this, there is no such file, or it is no picture.
-            PrerequisiteError: a NumPy array, and Pillow is not installed.
+            UsageError: the value has another form, the file is missing, or it is not a picture.
+            PrerequisiteError: the value is a NumPy array, and Pillow is not installed.
         """
         if isinstance(value, Image):
             return cls(value.data, value.media_type)
@@ -160,7 +160,7 @@ class Image:
             return
 
     def opened(self) -> Any:
-        """The picture as Pillow opens it, of which nothing is decoded yet.
+        """Return the picture as opened by Pillow, before decoding.
 
         Raises:
             UsageError: it cannot be read, or has more pixels than `MAX_PIXELS`.
@@ -233,7 +233,7 @@ def _png(pixels: Any) -> bytes:
 
 
 def _media_type(data: bytes) -> str | None:
-    """What a file is by its first bytes; None where they are of no kind that is known."""
+    """Return the media type of a file by its first bytes; None if it is unknown."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "image/webp"
     return next((kind for beginning, kind in _BEGINNINGS.items() if data.startswith(beginning)), None)
@@ -344,17 +344,18 @@ def text_with_image_labels(content: Content) -> str:
 
 
 def parse_content(value: Any, *, folder: Path | None = None) -> Content:
-    """A message's content from what a user writes: a text, or a list of texts, images and OpenAI's parts.
+    """Return a message's content from a user's value: a text, or a list of texts, images and OpenAI's parts.
 
-    Parts are ``{"type": "text", "text": …}``, ``{"type": "image", "image": …}`` with whatever `Image.of` takes, and
-    ``{"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}``. A list of texts only is their text.
+    Parts are ``{"type": "text", "text": …}``, ``{"type": "image", "image": …}`` with any value that `Image.of` accepts,
+    and ``{"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}``. A list of texts only becomes one
+    text.
 
     Args:
         value: the content; None is the empty text.
-        folder: what relative paths of images start from; by default the current directory.
+        folder: directory that relative paths of images start from; by default the current directory.
 
     Raises:
-        UsageError: a part is of another kind, or an image cannot be had.
+        UsageError: a part is of another kind, or an image cannot be loaded.
     """
     if value is None or isinstance(value, str):
         return value or ""

@@ -15,16 +15,16 @@ from agentfly.core.errors import AgentFlyError, ConfigError, nearest_name
 
 
 def load_reference(reference: str, *, base: Path, field: str) -> Any:
-    """What a reference names.
+    """Return the object that a reference names.
 
     Args:
         reference: ``module:name`` or ``path/file.py:name``.
-        base: the directory that a path is relative to, and where modules are looked for first.
-        field: the field of the configuration that holds the reference, for messages.
+        base: the directory that a path is relative to. Modules are looked for there first.
+        field: the configuration field that holds the reference, for messages.
 
     Raises:
-        ConfigError: the reference is not one, or names nothing, or importing it failed.
-        AgentFlyError: what the user's module raised by itself, for instance for a tool without a docstring.
+        ConfigError: the reference is malformed, names nothing, or its import failed.
+        AgentFlyError: raised by the user's module itself, for instance for a tool without a docstring.
     """
     home, separator, name = reference.rpartition(":")
     if not separator or not home or not name:
@@ -77,7 +77,7 @@ def _require_own(name: str, base: Path, field: str) -> None:
 
 
 def _module_of_file(path: str, base: Path, field: str) -> ModuleType:
-    """The module of a file, under a name of its own; pickled by value, for processes that cannot import it."""
+    """Import a file as a module with a unique name. It is pickled by value, for processes that cannot import it."""
     file = (base / path).resolve()
     if not file.is_file():
         raise ConfigError(f"{field}: there is no file {file}.")

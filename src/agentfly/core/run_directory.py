@@ -107,13 +107,13 @@ class RunDirectory:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run has begun here. What one leaves that is refused before it begins does not count."""
+        """Whether a run has begun here. Files of a run that was refused before it began do not count."""
         files = self.trajectories.glob("*.jsonl"), self.checkpoints.glob("step-*")
         return self.config_file.exists() or self.metrics_file.exists() or any(itertools.chain(*files))
 
     @property
     def begun_by(self) -> Command | None:
-        """The command that has begun the run and goes on with it; None where its files do not tell."""
+        """The command that began the run and can resume it; None if the files do not show it."""
         rows = [*self.metrics("train"), *self.metrics("eval")]
         if rows:
             return "sft" if rows[0].values.keys() & {"sft/loss", "sft/held_out_loss"} else "train"
@@ -165,7 +165,7 @@ class RunDirectory:
         return numbered(self.trajectories.glob(f"{kind}-*.jsonl"), f"{kind}-")
 
     def saved_trajectories(self) -> list[Path]:
-        """All saved files of trajectories as they came of the run, in the order of kinds and steps."""
+        """All files of trajectories that the run saved, ordered by kind and step."""
         kinds: tuple[TrajectoryKind, ...] = get_args(TrajectoryKind)
         return [path for kind in kinds for _, path in self.trajectory_files(kind)]
 

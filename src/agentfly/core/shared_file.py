@@ -1,8 +1,8 @@
-"""SharedFile: some bytes that the processes of a host have in common.
+"""SharedFile: a small block of bytes shared by the processes of a host.
 
-They are read and replaced under a lock that its holder's death frees. What is read has been written whole: the file has
-two halves, of which the older is overwritten, and a half that does not fit its checksum was never finished. That costs
-microseconds, where replacing a file by another one can wait for the disk.
+Reads and writes happen under a lock that ends with its holder. A read returns complete data: the file has two halves,
+a write replaces the older one, and a half with a wrong checksum was never finished. This takes microseconds, while
+replacing the file can wait for the disk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LockedFile:
         self._halves = [_read_half(file, half) for half in (0, 1)]
 
     def read(self) -> bytes:
-        """What was written last; nothing if nothing ever was."""
+        """Return the data of the last write; empty before the first."""
         return max(self._halves)[1]
 
     def write(self, data: bytes) -> None:
@@ -80,7 +80,7 @@ def lock_file(path: Path) -> Iterator[LockedFile]:
 
 
 def remove_stale_files(paths: Iterable[Path], unused_s: float) -> None:
-    """Remove those of some files that nobody has written for so many seconds, as far as that can be done."""
+    """Remove the files that were not written for ``unused_s`` seconds, if they can be removed."""
     for path in paths:
         with contextlib.suppress(OSError, FileLocked):
             if time.time() - path.stat().st_mtime > unused_s:

@@ -2,8 +2,8 @@
 
 A program that owns its event loop, such as every ``agentfly`` command and `agentfly.train`, calls `run_until_signal`
 instead of `asyncio.run`. A coroutine in another owner's loop, such as `agentfly.run`, uses `cancel_on_sigterm`. It
-handles SIGTERM only where nobody else does, so that the process ends after the release of its resources. Ctrl-C is left
-to `asyncio.run` there, which cancels too.
+handles SIGTERM only if the program does not, so that the process ends after the release of its resources. Ctrl-C is
+left to `asyncio.run` there, which also cancels.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _as_list(value: Any) -> str:
-    """How to make a list of objects of what a file holds in its place."""
+    """Say how to turn a file's content into a list of objects."""
     lists = [name for name, held in value.items() if isinstance(held, list)] if isinstance(value, dict) else []
     if len(lists) == 1:
         return f"Leave the list under {lists[0]!r} alone in the file."
@@ -274,7 +274,7 @@ class Task:
         return cls(prompt=prompt, id=fields.pop("id", ""), fields=fields)
 
     def copy(self) -> Task:
-        """A task of the same content, with lists and mappings of its own, so that it can be written into."""
+        """Return a task with the same content and with lists and mappings of its own, so that it can be modified."""
         return replace(self, prompt=own_copy(self.prompt), fields=own_copy(dict(self.fields)))
 
     def to_row(self) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""TokenSequence: the token ids of a rollout, and what is known of each.
+"""TokenSequence: the token ids of a rollout, with the origin, log-prob and policy version of each.
 
-Token ids, not text, are the unit of exchange between sampling and training. A sequence only grows at its end, and
-all that is known per token (where it came from, its log-prob, the policy version that sampled it) grows and is cut
-together, so that no array can get out of step with the ids.
+Token ids, not text, are the unit of exchange between sampling and training. A sequence only grows at its end. All data
+per token grows and is cut together with the ids, so that no array can get out of step.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _NO_VERSIONS = array("i", [NO_VERSION])
 
 
 class Origin(IntEnum):
-    """Where a token came from. Only sampled tokens are trained."""
+    """The origin of a token. Only sampled tokens are trained."""
 
     PROMPT = 0
     SAMPLED = 1
@@ -65,15 +64,15 @@ _ORIGINS = {origin: array("b", [origin]) for origin in Origin}
 
 
 class TokenSequence:
-    """Token ids with, per token, where it came from, its log-prob and the policy version that sampled it.
+    """Token ids with the origin, the log-prob and the policy version of each token.
 
     Attributes:
         ids: token ids, ``array('i')`` of length T.
         origins: `Origin` per token, ``array('b')`` of length T.
-        logprobs: log-probability under which a token was sampled, ``array('d')`` of length T; NaN where none is known.
+        logprobs: log-probability under which a token was sampled, ``array('d')`` of length T; NaN where unknown.
         raw_logprobs: the same at temperature 1 and without cuts (top-p, top-k), ``array('d')`` of length T.
         versions: policy version that sampled a token, ``array('i')`` of length T; `NO_VERSION` for rendered tokens.
-        images: the images whose placeholder tokens are in it, in order. A cut never parts one of them.
+        images: the images whose placeholder tokens are in it, in order. A cut never splits one of them.
         truncated: whether tokens were cut off the end.
     """
 

@@ -56,10 +56,10 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What went wrong in a rollout or its reward, typed by the boundary it crossed.
+    """A failure of a rollout or its reward, typed by the boundary that it crossed.
 
     Attributes:
-        boundary: where it happened.
+        boundary: the boundary.
         kind: name of the exception's type.
         message: the exception's message.
         by_policy: whether the policy could have caused it. If not, it is infrastructure: no reward, no loss.
@@ -274,7 +274,7 @@ class Trajectory:
         )
 
     def copy(self) -> Trajectory:
-        """The same record with a task, lists and mappings of its own; turns and token sequences are shared."""
+        """Return a copy with its own task, lists and mappings. Turns and token sequences are shared."""
         return replace(
             self,
             task=self.task.copy(),

@@ -1,4 +1,4 @@
-"""Removal of directories whose content somebody else decided: however deep they are and whatever they forbid."""
+"""Removal of directories with hostile content, at any depth and with any permissions."""
 
 # directory descriptors need the functions of os, and a tree may have very many entries
 # ruff: noqa: PTH101

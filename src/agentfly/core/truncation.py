@@ -20,7 +20,7 @@ Truncate = Callable[[str, int], str]
 
 
 class TokenCodec(Protocol):
-    """What counts tokens: a policy's tokenizer."""
+    """Counts tokens: a policy's tokenizer."""
 
     def encode_text(self, text: str) -> Sequence[int]:
         """Ids of ordinary text."""
@@ -61,7 +61,7 @@ class TokenTruncator:
         self._coder = coder
 
     def __call__(self, text: str, max_tokens: int) -> str:
-        """``text`` if it has at most ``max_tokens`` tokens, else its head and tail, which have so many together."""
+        """Return ``text`` if it has at most ``max_tokens`` tokens, else a head and a tail with that many together."""
         if self._fits(text, max_tokens):
             return text
         tail = max_tokens // 2
@@ -79,7 +79,7 @@ class TokenTruncator:
         return len(self._coder.encode_text(text))
 
     def _head(self, text: str, tokens: int) -> int:
-        """How many characters at the beginning have so many tokens."""
+        """Return the number of characters at the start that make this many tokens."""
         window = text[: tokens * _LONG_TOKEN_CHARS]
         ids = self._coder.encode_text(window)
         kept = self._coder.decode(ids[:tokens])
@@ -91,7 +91,7 @@ class TokenTruncator:
         return length
 
     def _tail(self, text: str, tokens: int) -> int:
-        """How many characters at the end have so many tokens."""
+        """Return the number of characters at the end that make this many tokens."""
         if not tokens:
             return 0
         window = text[-tokens * _LONG_TOKEN_CHARS :]

@@ -9,10 +9,12 @@ from agentfly.core.errors import PrerequisiteError
 
 
 def cache_root() -> Path:
-    """Where lies what can be fetched or made again: ``$AGENTFLY_CACHE_DIR``, else the user's cache directory.
+    """Return the directory for data that can be fetched or made again.
+
+    It is ``$AGENTFLY_CACHE_DIR`` if set, else the user's cache directory.
 
     Raises:
-        PrerequisiteError: neither is given, and the user has no home directory.
+        PrerequisiteError: neither is set, and the user has no home directory.
     """
     if chosen := os.environ.get("AGENTFLY_CACHE_DIR"):
         return Path(chosen)

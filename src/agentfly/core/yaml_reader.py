@@ -1,7 +1,7 @@
-"""YAML as plain values, whoever wrote it: texts, numbers, truth values, null, lists, and mappings of texts to these.
+"""YAML as plain values, safe for untrusted text: texts, numbers, booleans, null, lists, and mappings with text keys.
 
-All bounds are looked at before anything is built, so that neither anchors that repeat one another nor deep nesting cost
-more than reading the text does. Every refusal says where in the text it is about.
+All limits are checked before anything is built. Repeated anchors and deep nesting therefore cost no more than reading
+the text. Every error names the place in the text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Refused(yaml.MarkedYAMLError):
 
 
 class _Size(NamedTuple):
-    """How much an anchor stands for."""
+    """The number of values that an anchor expands to."""
 
     values: int
     depth: int
@@ -139,7 +139,7 @@ def _refused(why: str, mark: Any) -> _Refused:
 
 
 class _Loader(yaml.SafeLoader):
-    """Builds plain values alone, and none of what nobody means to write into a configuration."""
+    """Builds plain values only, without YAML's surprising types."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
     yaml_constructors = {

@@ -99,7 +99,7 @@ class Credentials:
         return data
 
     def unfinished(self, data: bytes) -> int:
-        """How many bytes at the end of some data may be the beginning of a secret, the rest of which is to come."""
+        """Return the number of bytes at the end of some data that may be the start of a secret."""
         for secret in self._secrets:  # the longest first
             for length in range(min(len(secret) - 1, len(data)), 0, -1):
                 if secret.startswith(data[-length:]):
@@ -128,7 +128,7 @@ class Credentials:
                 logging.getLogger(name).removeFilter(own)
 
     def fingerprint(self, salt: bytes) -> str:
-        """What tells these credentials from others, and from which they cannot be found without the salt."""
+        """Return a hash that distinguishes these credentials. They cannot be derived from it without the salt."""
         digest = hashlib.blake2b(key=salt[:64], digest_size=16)
         digest.update(json.dumps(sorted(self._headers.items())).encode())
         return digest.hexdigest()
@@ -156,7 +156,7 @@ def _read(variable: str, header: str) -> str:
 
 
 def _encodings_of(secret: str) -> set[str]:
-    """How a secret may be written in an answer."""
+    """Return the forms in which a secret may appear in an answer."""
     return {secret, quote(secret, safe=""), quote(secret), json.dumps(secret)[1:-1]}
 
 

@@ -43,7 +43,7 @@ class ResourceKind:
 
     @property
     def resource_address(self) -> str:
-        """`resource_type` as ``module:name``. A class that is defined anew, as in a notebook, keeps its address."""
+        """`resource_type` as ``module:name``. A class that is defined again, as in a notebook, keeps its address."""
         return _address(self.resource_type) or repr(self.resource_type)
 
 
@@ -64,19 +64,19 @@ def register(
     kind: str,
     reap: ReapFunction | str | None = None,
 ) -> None:
-    """Pair a spec with the resource that it describes; subclasses of the spec share the pairing.
+    """Pair a spec class with its resource class. Subclasses of the spec share the pairing.
 
     Args:
-        spec_type: the spec's class.
-        resource_type: the resource's class, called with a spec and an instance name, or ``"module:Name"``.
-        kind: the name by which the ledger and listings know the kind.
-        reap: called with the ``traces`` of an instance whose process died, to remove what is left of it; or
-            ``"module:name"``. It must live in a module, so that a later process can import it. The traces may be
-            those from before the start, and what they name may be gone, or its process id may have been reused.
+        spec_type: the spec class.
+        resource_type: the resource class, called with a spec and an instance name, or ``"module:Name"``.
+        kind: name of the kind in the ledger and in listings.
+        reap: removes the rest of an instance whose process died, given its ``traces``; or ``"module:name"``. It must
+            live in a module, so that a later process can import it. The traces may date from before the start. What
+            they name may be gone, and a process id may have been reused.
 
     Raises:
-        ConfigError: ``spec_type`` is no spec, or is paired with another resource already; or ``reap`` cannot be
-            imported by another process.
+        ConfigError: ``spec_type`` is not a spec class, or is paired with another resource already; or ``reap`` cannot
+            be imported by another process.
     """
     if not (isinstance(spec_type, type) and issubclass(spec_type, ResourceSpec)):
         raise ConfigError(
@@ -101,7 +101,7 @@ def register(
 
 
 def _can_be_imported(reap: ReapFunction | str, address: str) -> bool:
-    """Whether another process will find this function by its address, as far as can be told from here."""
+    """Whether another process can import this function by its address, as far as this process can tell."""
     module, _, name = address.partition(":")
     if not module or module in ("__main__", "__mp_main__"):
         return False
@@ -131,11 +131,11 @@ def kind_of(spec: ResourceSpec[Any]) -> ResourceKind:
 
 
 def validate_spec(spec: ResourceSpec[Any]) -> None:
-    """See that instances of ``spec`` can be asked for, as far as that can be told before there is one.
+    """Check that instances of ``spec`` can be requested, as far as that is known before there is one.
 
     Raises:
-        UsageError: it is no spec, is of no registered kind, or cannot be hashed.
-        ConfigError: it asks for what its kind does not offer.
+        UsageError: it is not a spec, has no registered kind, or cannot be hashed.
+        ConfigError: it requests a feature that its kind does not have.
     """
     if not isinstance(spec, ResourceSpec):
         got = f"the class {spec.__name__}: make one, {spec.__name__}(…)" if isinstance(spec, type) else _shown(spec)
@@ -197,7 +197,7 @@ async def prepare(spec: ResourceSpec[Any]) -> None:
 
 
 def _resource_type(spec: ResourceSpec[Any]) -> Callable[[Any, str], Resource]:
-    """What makes instances of a spec."""
+    """Return the resource class of a spec."""
     resource_type = kind_of(spec).resource_type
     return (
         cast(Callable[[Any, str], Resource], import_object(resource_type))
@@ -207,7 +207,7 @@ def _resource_type(spec: ResourceSpec[Any]) -> Callable[[Any, str], Resource]:
 
 
 def import_object(address: str) -> Any:
-    """What ``module:name`` names.
+    """Return the object that ``module:name`` names.
 
     Raises:
         UsageError: there is no such module or name.

@@ -10,7 +10,7 @@ from agentfly.core.errors import UsageError
 
 
 class Status(StrEnum):
-    """What a resource says of itself when the engine asks."""
+    """Health of a resource, as reported to the engine."""
 
     HEALTHY = "healthy"
     BROKEN = "broken"  # it must not be given to anybody; the engine replaces it
@@ -72,10 +72,10 @@ class Resource(ABC):
         """Say whether the instance can be used."""
 
     def quick_status(self) -> Status:
-        """Say whether the instance can be used, as far as that can be seen without waiting for anything.
+        """Report whether the instance is usable, as far as that can be seen without waiting.
 
-        It takes microseconds: whether a process lives, whether a connection has been closed. Where nothing is known,
-        the instance is taken to be healthy. It may be called while the instance is frozen or in use.
+        It must take microseconds: for instance check whether a process lives or a connection is closed. If nothing is
+        known, the instance counts as healthy. It may be called while the instance is frozen or in use.
         """
         return Status.HEALTHY
 
@@ -96,25 +96,25 @@ class Resource(ABC):
 
     @classmethod
     async def prepare(cls, spec: Any) -> None:
-        """Bring to this machine what instances of a spec need before they can start, for instance an image.
+        """Bring the prerequisites of a spec's instances to this machine, for instance an image.
 
-        The engine calls it once for all specs of one ``preparation_key``, not again while or after it went well, and
-        anew after it failed or a start failed. It must be quick where everything is there.
+        The engine calls it once for all specs with one ``preparation_key``. It is not called again during or after a
+        success. It is called again after it failed or a start failed. It must be fast if everything is present.
         """
         raise NotImplementedError(f"{cls.__name__} has nothing to prepare, though its spec names a preparation.")
 
     @property
     def traces(self) -> dict[str, Any]:
-        """What a later process needs to remove this instance should this process die: process ids, directories.
+        """Data with which a later process can remove this instance if this process dies: process ids, directories.
 
-        JSON-able; empty while nothing of it would outlive this process. The engine writes it to the ledger before
-        `start` and again after it. The kind's registered ``reap`` function gets it back.
+        JSON-able; empty while nothing would outlive this process. The engine writes it to the ledger before `start` and
+        again after it. The kind's registered ``reap`` function receives it.
         """
         return {}
 
 
 class Scope(StrEnum):
-    """How long a lease lasts."""
+    """Lifetime of a lease."""
 
     CALL = "call"  # this tool call
     ROLLOUT = "rollout"  # until the rollout ends

@@ -21,11 +21,11 @@ _BY_REPR = (float, complex, Decimal, datetime, time)
 
 
 def typed_key(value: Any) -> Hashable:
-    """A key that is equal for two values only if their types are equal too.
+    """Return a key that is equal for two values only if their types are equal too.
 
-    ``1``, ``1.0`` and ``True`` are equal to Python, and so are tuples of them. To what they are passed to they may be
-    three different things. What lies in tuples, frozen sets and dataclasses is told apart as well; of other objects,
-    the type and their own equality count. A value that cannot be hashed makes a key that cannot be hashed.
+    ``1``, ``1.0`` and ``True`` are equal in Python, and so are tuples of them. A factory may treat them as three
+    different arguments. Values within tuples, frozen sets and dataclasses are distinguished as well. For other objects,
+    the type and their own equality count. A value that cannot be hashed gives a key that cannot be hashed.
     """
     kind = type(value)
     if isinstance(value, tuple):
@@ -59,39 +59,40 @@ R_co = TypeVar("R_co", bound=Resource, covariant=True)
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceSpec(Generic[R_co]):
-    """A frozen, hashable, picklable description of a resource. The whole spec is its pool's key.
+    """A frozen, hashable, picklable description of a resource. The whole spec is the key of its pool.
 
-    Two specs that differ in any field never share an instance, and values of different types differ: ``1``, ``1.0``
-    and ``True`` are three arguments. A new kind of resource is a subclass of this, a subclass of `Resource`, and a call
-    of `agentfly.resources.kind.register`.
+    Two specs that differ in any field never share an instance. Values of different types differ: ``1``, ``1.0`` and
+    ``True`` are three arguments. A new kind of resource needs a subclass of this class, a subclass of `Resource`, and a
+    call of `agentfly.resources.kind.register`.
 
     Args:
-        capacity: the most instances alive at once, counting those that start, reset or stop.
-        warm: how many idle instances to keep ready.
+        capacity: maximum number of instances alive at once, including those that start, reset or stop.
+        warm: number of idle instances to keep ready.
         cpus: processor cores that an instance takes of the host's budget.
         memory: bytes, or a text such as ``"512MiB"``, that an instance takes of the host's budget and may use.
         gpus: graphics processors that an instance takes of the host's budget.
-        replicas: the most instances that serve ``global`` owners at a time. Whoever comes gets the one with the fewest
-            owners. Another is started when those there are have no place left (``max_concurrency``); where the places
-            have no limit, as soon as each has an owner, and nobody waits for it.
-        max_concurrency: how many owners may hold one ``global`` instance at a time; None means any number.
+        replicas: maximum number of instances that serve ``global`` owners at a time. A new owner gets the instance with
+            the fewest owners. Another instance starts when all have ``max_concurrency`` owners. Without that limit it
+            starts as soon as each has an owner, and no owner waits for it.
+        max_concurrency: maximum number of owners of one ``global`` instance at a time; None for no limit.
         reuse: ``reset`` gives an instance to the next owner after a reset; ``recreate`` replaces it after each owner.
             By default ``reset``, unless the kind says otherwise.
-        max_uses: an instance is replaced after this many owners; None means never.
-        idle: what an instance does while nobody uses it, though it may be leased, as when the model thinks: ``run`` on,
-            or ``freeze``, which stops its processes until the next use so that they take no processor time.
-        prepare_timeout_s: seconds that the preparation of what an instance needs, such as fetching its image, may take.
-        start_timeout_s: seconds an instance may take to start before it counts as failed.
-        reset_timeout_s: seconds a reset or health check may take before the instance is replaced.
-        release_timeout_s: seconds an instance may take to go away in good order before it is forced, which may take
-            as long again.
-        idle_timeout_s: seconds an instance may stand idle before it is released; None means for ever. The ``warm``
-            ones stay longer, until nobody has asked for the spec for so many seconds.
-        check_interval_s: seconds between two health checks of an instance that is idle or leased; None means that
-            it is checked only after a reset.
+        max_uses: an instance is replaced after this many owners; None for never.
+        idle: state of an instance while no call uses it, even if it is leased, for instance while the model generates.
+            ``run`` lets it run on. ``freeze`` stops its processes until the next use, so that they take no processor
+            time.
+        prepare_timeout_s: maximum number of seconds for preparation, such as fetching an image.
+        start_timeout_s: maximum number of seconds for a start before it counts as failed.
+        reset_timeout_s: maximum number of seconds for a reset or health check before the instance is replaced.
+        release_timeout_s: maximum number of seconds for an orderly release. After that it is forced, which may take as
+            long again.
+        idle_timeout_s: number of idle seconds after which an instance is released; None for never. ``warm`` instances
+            stay until the spec was not requested for this long.
+        check_interval_s: seconds between two health checks of an idle or leased instance; None for a check only after a
+            reset.
 
     Raises:
-        ConfigError: a field has a value that cannot be.
+        ConfigError: a field has an invalid value.
     """
 
     capacity: int = 8
@@ -112,7 +113,7 @@ class ResourceSpec(Generic[R_co]):
     check_interval_s: float | None = 30.0
 
     def __new__(cls, *values: object, **named: object) -> Self:
-        """Refuse what is not a field before the dataclass does, whose words name neither the fields nor the nearest."""
+        """Reject unknown fields with a message that suggests the nearest one. A dataclass's own error does not."""
         known = [field.name for field in fields(cls)]
         if values:
             raise ConfigError(
@@ -127,9 +128,10 @@ class ResourceSpec(Generic[R_co]):
         return super().__new__(cls)
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Have a kind's specs told apart and shown as these are.
+        """Give the specs of a kind this class's equality and repr.
 
-        `dataclass` would write an equality that ignores types, and show the values of environment variables.
+        `dataclass` would write an equality that ignores types, and a repr that shows the values of environment
+        variables.
         """
         super().__init_subclass__(**arguments)
         if "__repr__" not in vars(cls):
@@ -166,7 +168,7 @@ class ResourceSpec(Generic[R_co]):
         return {name: value for name, value in self.__dict__.items() if name not in ("_hash", "_typed")}
 
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, object]]:
-        """What `__new__` asks for when a spec is copied or unpickled."""
+        """Return the arguments for `__new__` when a spec is copied or unpickled."""
         return (), {name: getattr(self, name) for name in self._required()}
 
     @classmethod
@@ -242,7 +244,7 @@ class ResourceSpec(Generic[R_co]):
 
     @property
     def preparation_key(self) -> Hashable | None:
-        """What must be on this machine before an instance can start, such as the name of an image; None for nothing.
+        """Name of a prerequisite for starts on this machine, such as an image; None for none.
 
         Specs of one kind with the same key share one preparation, done by the resource's ``prepare``.
         """
@@ -250,20 +252,20 @@ class ResourceSpec(Generic[R_co]):
 
     @property
     def is_single_use(self) -> bool:
-        """Whether each owner gets an instance of its own, except of shared ones."""
+        """Whether each owner gets a new instance. Shared instances are exempt."""
         return self.reuse == "recreate"
 
     @property
     def start_weight(self) -> int:
-        """How many of the engine's places for starts one takes: more for what keeps a processor or a daemon busy.
+        """Number of the engine's start slots that one start takes; more if it keeps a processor or a daemon busy.
 
-        An engine that is told how many may start at once (``max_concurrent_starts``) counts each start as one.
+        An engine with an explicit ``max_concurrent_starts`` counts each start as one.
         """
         return 1
 
     @property
     def max_owners(self) -> int | None:
-        """How many owners may hold one ``global`` instance at a time: `max_concurrency`, unless the kind says else."""
+        """Maximum number of owners of one ``global`` instance: `max_concurrency`, unless the kind overrides it."""
         return self.max_concurrency
 
     @property

@@ -1,1 +1,1 @@
-"""Where blocking work is done, away from the event loop."""
+"""Threads for blocking work, away from the event loop."""

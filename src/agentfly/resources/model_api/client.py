@@ -164,7 +164,7 @@ class ModelClient:
     async def complete(
         self, prompt: str | Sequence[int], *, call_timeout_s: float = 300.0, **parameters: Any
     ) -> TextCompletion:
-        """Have the model go on from a prompt, which is a text or token ids.
+        """Continue a prompt, which is a text or token ids.
 
         Args and errors are those of `chat`. A vLLM server returns the sampled ids for ``return_token_ids=True``.
         """
@@ -173,11 +173,11 @@ class ModelClient:
         )
 
     async def models(self, *, call_timeout_s: float = 30.0) -> tuple[str, ...]:
-        """The names of the models that the endpoint serves. Errors are those of `chat`."""
+        """Return the names of the models that the endpoint serves. Errors are those of `chat`."""
         return self._read(await self.request("GET", "/models", call_timeout_s=call_timeout_s), "/models", read_models)
 
     async def health(self, *, call_timeout_s: float = 10.0) -> None:
-        """Ask a server for ``/health``, which vLLM and its like have beside ``/v1``, and return if all is well.
+        """Call ``/health``, which vLLM and similar servers have beside ``/v1``. Return if the server is healthy.
 
         Errors are those of `chat`.
         """

@@ -56,7 +56,7 @@ def wakeups(name: str, heard: Callable[[], None]) -> Iterator[None]:
 
 
 def wake(name: str) -> None:
-    """Wake up who listens for a name, if there is somebody."""
+    """Wake the listeners of a name, if there are any."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bell:
         bell.setblocking(False)
         bell.sendto(b".", _address(name))
@@ -83,7 +83,7 @@ NOT_SHARED = (
 
 
 class UsageListener(Protocol):
-    """Who wants to know when somebody of this process has changed the traffic, in whatever thread."""
+    """Is notified when any thread of this process changes the usage."""
 
     @property
     def limiter_id(self) -> str:
@@ -111,10 +111,10 @@ class SharedUsage:
         self._listeners: weakref.WeakSet[UsageListener] = weakref.WeakSet()
 
     def change(self, function: Callable[[UsageWindow], T]) -> T:
-        """What ``function`` makes of the traffic, which it may change.
+        """Apply ``function`` to the usage, which it may change, and return its result.
 
         Raises:
-            Busy: another process has the file just now. Nothing was done.
+            Busy: another process holds the file. Nothing was done.
         """
         with self._lock:
             if (path := self._path) is None:
@@ -143,7 +143,7 @@ class SharedUsage:
         return self._traffic
 
     def leave(self, function: Callable[[UsageWindow], object]) -> None:
-        """Have the traffic changed at the next `change`, which anybody may make, or at the next `catch_up`."""
+        """Apply a change at the next `change` of any caller, or at the next `catch_up`."""
         with self._lock:
             self._left.append(function)
 
@@ -157,12 +157,12 @@ class SharedUsage:
         return True
 
     def listen(self, listener: UsageListener) -> None:
-        """Tell ``listener`` whenever somebody of this process has changed the traffic, for as long as it is there."""
+        """Notify ``listener`` of every change in this process, as long as it exists."""
         with self._lock:
             self._listeners.add(listener)
 
     def tell(self) -> None:
-        """Tell the listeners, and whose turn it is in another process."""
+        """Notify the listeners, and the process whose gate is next."""
         with self._lock:
             listeners = list(self._listeners)
             first = next(iter(self._traffic.line), None)
@@ -212,9 +212,9 @@ class HostUsageRegistry:
         self._accounts: weakref.WeakValueDictionary[tuple[str, ...], SharedUsage] = weakref.WeakValueDictionary()
 
     def account(self, base_url: str, model: str, credentials: Credentials) -> SharedUsage:
-        """The account of an endpoint, model and key. It stays the same one as long as somebody has it.
+        """Return the account of an endpoint, model and key. It stays the same object as long as it is in use.
 
-        It is asked for on a thread, because the file of a new one is looked for.
+        Call it on a thread: a new account looks for its file.
         """
         key = (base_url, model, credentials.fingerprint(self._salt))
         new: SharedUsage | None = None
@@ -235,7 +235,7 @@ HOST_USAGE = HostUsageRegistry()
 
 
 def _path(base_url: str, model: str, credentials: Credentials) -> Path | None:
-    """The file of an account; None if no directory can be written. Its name tells nobody the key, nor confirms it."""
+    """Return an account's file; None if no directory is writable. The name neither reveals nor confirms the key."""
     named = Credentials({"base": base_url, "model": model, "host": socket.gethostname(), **credentials.headers()})
     reasons: list[str] = []
     for directory in _directories():
@@ -252,7 +252,7 @@ def _path(base_url: str, model: str, credentials: Credentials) -> Path | None:
 
 
 def _directories() -> Iterator[Path]:
-    """Where accounts may lie, in order: in the state directory, and otherwise in a spare one of the user's own."""
+    """Return the possible directories of accounts: the state directory, then a directory of the user."""
     with contextlib.suppress(PrerequisiteError):  # the user has no home
         yield state_directory() / "apis"
     for spare in fallback_state_directories():
@@ -263,7 +263,7 @@ def _directories() -> Iterator[Path]:
 
 
 def _salt(directory: Path) -> bytes:
-    """Random bytes that this machine's users of the directory have in common, and nobody else has."""
+    """Return random bytes that only this machine's users of the directory share."""
     path = directory / "salt"
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not path.exists():

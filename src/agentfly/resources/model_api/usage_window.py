@@ -33,13 +33,13 @@ CallOutcome = Literal["done", "slow down", "failed"]
 
 @dataclass(frozen=True)
 class RateLimits:
-    """What may be used of an endpoint.
+    """Limits on the use of an endpoint.
 
     Attributes:
-        max_concurrency: calls that are open at a time.
-        requests: requests in any window; None for any number.
-        tokens: tokens of prompts and answers in any window; None for any number.
-        window_s: the length of a window, in seconds.
+        max_concurrency: maximum number of concurrent calls.
+        requests: maximum number of requests per window; None for no limit.
+        tokens: maximum number of prompt and answer tokens per window; None for no limit.
+        window_s: length of a window in seconds.
     """
 
     max_concurrency: int
@@ -50,7 +50,7 @@ class RateLimits:
 
 @dataclass
 class InFlightCall:
-    """A call that is under way: whose it is, the tokens reserved for it, and when it has certainly ended."""
+    """A running call: its owner, the tokens reserved for it, and the latest time of its end."""
 
     gate: str
     tokens: int
@@ -68,17 +68,17 @@ class AdmissionDelay:
 
 @dataclass
 class UsageWindow:
-    """The calls of one endpoint: those under way, and of those that ended what still counts.
+    """The calls of one endpoint: running calls, and ended calls that still count.
 
     Attributes:
-        open: the calls under way, by id.
-        requests, tokens: of calls that ended, as pairs of the time until which they count, and how many they are.
-        paused_until: when the far side wants to be asked again.
-        allowance: calls at a time that it bears; None while it never asked for less.
-        lowered_at: when the allowance was lowered last.
-        successes: calls that went well since the allowance changed.
-        line: the gates whose turn it is, in order, each with the time until which its place is kept.
-        processes: who the gates belong to, as JSON.
+        open: the running calls, by id.
+        requests, tokens: ended calls, as pairs of the time until which they count and their number.
+        paused_until: time before which the server does not want further calls.
+        allowance: number of concurrent calls that the server accepts; None if it never asked for fewer.
+        lowered_at: time of the last reduction of the allowance.
+        successes: successful calls since the last change of the allowance.
+        line: the waiting gates in order, each with the time until which its position is kept.
+        processes: the processes of the gates, as JSON.
     """
 
     open: dict[str, InFlightCall] = field(default_factory=dict)
@@ -94,15 +94,15 @@ class UsageWindow:
     def admit(
         self, limits: RateLimits, gate: str, call: str, tokens: int, now: float, ends: float
     ) -> AdmissionDelay | None:
-        """Open a call, or say why not yet. Who has to wait keeps a place in the line and asks again.
+        """Start a call, or return why it cannot start yet. A gate that has to wait keeps its position and asks again.
 
         Args:
-            limits: what may be used.
-            gate: who asks.
+            limits: the limits.
+            gate: the gate that asks.
             call: the id of the call.
-            tokens: what it may take.
+            tokens: number of tokens that it may use.
             now: the time.
-            ends: when it will have ended at the latest, whatever becomes of who asks.
+            ends: latest time of its end, even if the caller disappears.
         """
         self._forget_the_past(limits, now)
         first = next(iter(self.line), gate)
@@ -126,15 +126,15 @@ class UsageWindow:
         tokens: int | None = None,
         pause_s: float | None = None,
     ) -> None:
-        """A call has ended.
+        """Record the end of a call.
 
         Args:
-            limits: what may be used.
+            limits: the limits.
             call: its id.
             now: the time.
-            outcome: what it says of how much the far side bears.
-            tokens: what it took; None if that is not known.
-            pause_s: seconds for which the far side wants to be left alone.
+            outcome: what it shows about the server's load.
+            tokens: number of tokens that it used; None if unknown.
+            pause_s: seconds during which the server does not want further calls.
         """
         if pause_s is not None:
             self.paused_until = max(self.paused_until, now + pause_s)
@@ -180,10 +180,10 @@ class UsageWindow:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> UsageWindow:
-        """What `to_json` gave.
+        """Return the window that `to_json` described.
 
         Raises:
-            TypeError, KeyError, ValueError, AttributeError: it did not give this.
+            TypeError, KeyError, ValueError, AttributeError: the value does not come from `to_json`.
         """
         traffic = cls(**saved)
         traffic.open = {id_: _open_call(*call) for id_, call in saved["open"].items()}
@@ -272,7 +272,7 @@ def _add(counts: list[tuple[float, int]], until: float, count: int) -> None:
 
 
 def _time_until(counts: list[tuple[float, int]], over: int, now: float) -> float | None:
-    """Seconds until so many of what is past count no more; None if it takes calls under way to end."""
+    """Return the seconds until this many ended calls or tokens expire; None if running calls must end first."""
     for until, count in sorted(counts):
         over -= count
         if over <= 0:

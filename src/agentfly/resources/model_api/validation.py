@@ -88,11 +88,11 @@ def _ascii(host: str) -> str:
 
 
 def parse_base_url(base_url: str) -> str:
-    """An endpoint's base in its one form, without a slash at its end: ``https://api.host/v1``.
+    """Return an endpoint's base URL in its canonical form, without a slash at its end: ``https://api.host/v1``.
 
     Raises:
-        ConfigError: it is no URL that can be called, a placeholder that was never filled in (names reserved for
-            examples by RFC 2606 count as that), or holds what does not belong there, such as a password.
+        ConfigError: it is not a callable URL, is a placeholder (names reserved for examples by RFC 2606 count), or
+            holds something that does not belong there, such as a password.
     """
     parts = parse_address("base_url", base_url, _SUCH_AS)
     host = parts.hostname or ""

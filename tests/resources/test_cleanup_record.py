@@ -48,7 +48,7 @@ def traces(state: Path) -> list[dict[str, Any]]:
 MOMENTS = {
     "a sandbox is tried": """
         from agentfly.resources.containers.bubblewrap import backend, launcher
-        launcher._run_briefly = here
+        launcher.run_briefly = here
         backend.probe()
     """,
     "a control group is tried": """

@@ -153,7 +153,7 @@ def test_a_machine_without_a_filter_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert isinstance(made, Launcher)
     made.close()
     assert not made.capabilities.seccomp_filter
-    assert any("No filter of system calls" in lack for lack in made.capabilities.missing)
+    assert any("No system call filter" in lack for lack in made.capabilities.missing)
 
 
 def test_there_is_a_filter_for_two_architectures_only() -> None:

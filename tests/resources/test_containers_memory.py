@@ -173,4 +173,4 @@ def test_without_a_filter_more_is_not_counted_and_with_a_control_group_nothing()
 
 def test_the_guide_says_what_is_not_counted() -> None:
     guide = " ".join((Path(__file__).parents[2] / "docs" / "guides" / "sandboxes.md").read_text().split())
-    assert "in shared mappings of which it lets go in part" in guide
+    assert "in shared mappings that it unmaps in part" in guide

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from agentfly.resources.containers.backend import get_backend
-from agentfly.resources.containers.bubblewrap import reaping
+from agentfly.resources.containers.bubblewrap import backend as bubblewrap_backend
 from agentfly.resources.containers.bubblewrap.backend import Bubblewrap, probe
 from agentfly.resources.containers.bubblewrap.launcher import Launcher
 from agentfly.resources.containers.container import Container
@@ -166,12 +166,12 @@ async def test_reap_kills_what_has_outlived_its_owner_and_does_not_forget_it_bef
     traces = {"scratch": str(scratch)}
     with monkeypatch.context() as patched:
         patched.setattr(InitProcess, "_kill", lambda self: None)
-        patched.setattr(reaping, "_PATIENCE_S", 0.1)
+        patched.setattr(bubblewrap_backend, "_REAP_TIMEOUT_S", 0.1)
         with pytest.raises(TimeoutError, match=rf"{left.pid}.*did not end"):
-            await asyncio.to_thread(reaping.reap_bubblewrap, traces)
+            await asyncio.to_thread(bubblewrap_backend.reap_bubblewrap, traces)
     assert left.alive
     assert scratch.exists()
-    await asyncio.to_thread(reaping.reap_bubblewrap, traces)
+    await asyncio.to_thread(bubblewrap_backend.reap_bubblewrap, traces)
     assert not left.alive
     assert not scratch.exists()
 
@@ -215,7 +215,7 @@ async def test_who_only_looks_at_a_box_is_not_ended_with_it(name: Callable[[], s
     scratch = runtime_directory() / name()
     looker = subprocess.Popen(["sh", "-c", "sleep 60; :", f"{scratch}/0/shell/command"])  # noqa: ASYNC220
     try:
-        await asyncio.to_thread(reaping.reap_bubblewrap, {"scratch": str(scratch)})
+        await asyncio.to_thread(bubblewrap_backend.reap_bubblewrap, {"scratch": str(scratch)})
         assert looker.poll() is None
     finally:
         looker.kill()

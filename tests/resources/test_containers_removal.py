@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from agentfly.resources.containers.backend import get_backend
-from agentfly.resources.containers.bubblewrap.reaping import reap_bubblewrap
+from agentfly.resources.containers.bubblewrap.backend import reap_bubblewrap
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.landlock.backend import Landlock, LandlockLauncher, make_launcher
 from agentfly.resources.containers.runtime_directory import restore_owner_access, runtime_directory, sandbox_uid

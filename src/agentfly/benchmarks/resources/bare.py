@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from agentfly.resources.containers.bubblewrap.backend import probe
-from agentfly.resources.containers.bubblewrap.launcher import filter_arguments, memory_file
+from agentfly.resources.containers.bubblewrap.program import filter_arguments, memory_file
 from agentfly.resources.containers.bubblewrap.rootfs import SYSTEM_DIRECTORIES, common_arguments, sandbox_environment
 from agentfly.resources.containers.seccomp import filter_program
 from agentfly.resources.containers.spec import ContainerSpec

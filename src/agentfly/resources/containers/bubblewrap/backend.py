@@ -1,12 +1,16 @@
-"""Bubblewrap: the embedded backend, and the tier by which it starts sandboxes on this machine.
+"""Bubblewrap: the embedded backend, the tier of this machine, and the removal of orphans.
 
-Its program comes with a wheel, and an ordinary user may start it. The tier is found by trying, once per process.
+The program comes in a wheel, and an ordinary user can run it. The tier is found by trial, once per process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import signal
 import threading
+import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,23 +28,32 @@ from agentfly.resources.containers.bubblewrap.launcher import (
     Tier,
 )
 from agentfly.resources.containers.bubblewrap.program import find_program
-from agentfly.resources.containers.bubblewrap.reaping import reap_bubblewrap
 from agentfly.resources.containers.bubblewrap.sandbox import BubblewrapSandbox
 from agentfly.resources.containers.capabilities import Capabilities
-from agentfly.resources.containers.runtime_directory import traces
+from agentfly.resources.containers.runtime_directory import (
+    CONFINE_PROGRAM,
+    GROUPS,
+    SHELL_DIRECTORY,
+    remove_sandbox_directory,
+    restore_owner_access,
+    sandbox_uid,
+    traces,
+)
+from agentfly.resources.containers.sandbox_processes import InitProcess
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.process.cgroups import writable_cgroup_parent
+from agentfly.resources.process.cgroups import remove_cgroups, thaw_cgroup, writable_cgroup_parent
+from agentfly.resources.process.procfs import uid_of
 
 
 def make_launcher(tier: Tier | None = None, *, cgroups: bool = True) -> Launcher | BubblewrapCapabilities:
-    """Try the tiers from the best down.
+    """Try the tiers, from the best down.
 
     Args:
-        tier: try this one only.
-        cgroups: whether to use control groups where there are any.
+        tier: the only tier to try; None to try all.
+        cgroups: whether to use control groups, if there are any.
 
     Returns:
-        A launcher; or, where no tier works, what is missing.
+        A launcher; or, if no tier works, capabilities that say what is missing.
     """
     program = find_program()
     if program is None or not Path("/bin/bash").exists():
@@ -75,14 +88,16 @@ def _launcher_of_process(pid: int) -> Launcher | BubblewrapCapabilities:
 
 def _launcher_or_failure() -> Launcher | BubblewrapCapabilities:
     with _making:
-        return _launcher_of_process(os.getpid())  # a forked child makes its own: its parent's threads are not in it
+        return _launcher_of_process(
+            os.getpid()
+        )  # a forked child needs a launcher of its own, because it has none of its parent's threads
 
 
 def get_launcher() -> Launcher:
-    """The launcher of this process. The first call tries what the machine allows, which takes a moment.
+    """Return the launcher of this process. The first call tries the tiers, which takes a moment.
 
     Raises:
-        PrerequisiteError: sandboxes cannot be started here; the message says what to do.
+        PrerequisiteError: sandboxes cannot be started on this machine; the message says what to do.
     """
     found = _launcher_or_failure()
     if isinstance(found, Launcher):
@@ -91,18 +106,18 @@ def get_launcher() -> Launcher:
 
 
 def probe() -> BubblewrapCapabilities:
-    """What sandboxes can do on this machine, found by trying, once for each process."""
+    """Return what sandboxes can do on this machine, found by trial once per process."""
     found = _launcher_or_failure()
-    able = found.capabilities if isinstance(found, Launcher) else found
-    assert isinstance(able, BubblewrapCapabilities)
-    return able
+    capabilities = found.capabilities if isinstance(found, Launcher) else found
+    assert isinstance(capabilities, BubblewrapCapabilities)
+    return capabilities
 
 
 class Bubblewrap(Backend):
-    """Sandboxes of bubblewrap.
+    """The backend `bubblewrap`.
 
     Args:
-        launcher: what starts them; by default the launcher of this process.
+        launcher: starts the sandboxes; by default the launcher of this process.
     """
 
     name = "bubblewrap"
@@ -130,3 +145,69 @@ class Bubblewrap(Backend):
     def reap(self, traces: dict[str, Any]) -> None:
         """See `Backend.reap`."""
         reap_bubblewrap(traces)
+
+
+# --- removal of orphans -----------------------------------------------------------------------------------------------
+
+_REAP_TIMEOUT_S = 10.0
+
+
+def reap_bubblewrap(traces: dict[str, Any]) -> None:
+    """Kill and remove exactly what the traces of a bubblewrap or Landlock container name, if it still exists.
+
+    Raises:
+        OSError: a process does not die, or something cannot be removed.
+    """
+    home = Path(traces["scratch"])
+    for directory in (home.parent, home):
+        restore_owner_access(directory)
+    for scratch in home.glob("*"):
+        restore_owner_access(scratch)
+    groups = [group for scratch in home.glob("*") for group in _cgroup_paths(scratch)]
+    for group in groups:
+        thaw_cgroup(group)  # a frozen process does not die
+    deadline = time.monotonic() + _REAP_TIMEOUT_S
+    # the confining programs know all processes of their sandbox, and end them first
+    _end_programs(home, CONFINE_PROGRAM, signal.SIGTERM, deadline - _REAP_TIMEOUT_S / 2)
+    _end_programs(home, CONFINE_PROGRAM, signal.SIGKILL, deadline)
+    for scratch in home.glob("*"):
+        if (first := InitProcess.load(scratch)) is not None and uid_of(first.pid) == sandbox_uid():
+            first.kill(max(0.0, deadline - time.monotonic()))
+    if left := _end_programs(home, SHELL_DIRECTORY, signal.SIGKILL, deadline):
+        raise TimeoutError(f"the processes {left} of {home} were killed but do not end")
+    remove_cgroups(groups, max(0.0, deadline - time.monotonic()))
+    remove_sandbox_directory(home)
+
+
+def _end_programs(home: Path, name: str, number: signal.Signals, deadline: float) -> list[int]:
+    """Signal the programs of a sandbox until they have exited. Return those that are left at the deadline."""
+    while started := _processes_naming(home, name):
+        if time.monotonic() > deadline:
+            break
+        for pid in started:
+            for one in (number, signal.SIGCONT):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, one)
+        time.sleep(0.01)
+    return started
+
+
+def _cgroup_paths(scratch: Path) -> list[Path]:
+    """Return the control groups of one generation of a sandbox."""
+    try:
+        return [Path(line) for line in (scratch / GROUPS).read_text().splitlines()]
+    except OSError:  # it was never started, or is removed
+        return []
+
+
+def _processes_naming(home: Path, name: str) -> list[int]:
+    """Return the programs of a sandbox: their command lines name a path of that sandbox."""
+    named = re.compile(rb"(?:^|\0)" + re.escape(os.fsencode(home)) + rb"/\d+/" + re.escape(name.encode()) + rb"[/\0]")
+    user = sandbox_uid()  # command lines of other users may name the path too
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if named.search((entry / "cmdline").read_bytes()) and uid_of(int(entry.name)) == user:
+                    found.append(int(entry.name))
+    return found

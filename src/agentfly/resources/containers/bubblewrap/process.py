@@ -13,7 +13,8 @@ from pathlib import Path
 
 from agentfly.core.async_tasks import wait_uninterrupted
 from agentfly.core.errors import ResourceStartError
-from agentfly.resources.containers.bubblewrap.launcher import LaunchedSandbox, Launcher
+from agentfly.resources.containers.bubblewrap.launcher import Launcher
+from agentfly.resources.containers.bubblewrap.program import LaunchedSandbox
 from agentfly.resources.containers.image_store import rootfs_path
 from agentfly.resources.containers.runtime_directory import SHELL_DIRECTORY, remove_sandbox_directory
 from agentfly.resources.containers.sandbox_processes import InitProcess, PidNamespace, kill_with_children

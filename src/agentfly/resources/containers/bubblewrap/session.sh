@@ -5,6 +5,7 @@
 #   c…           its commands print to the pipes of this number from now on
 #   i…           its commands read the input of the command of this number; no input if it is 0
 #   0…           the command of this number starts; its script is in the file "command"
+#   x…           nothing; it ends a "read" that would delay a signal
 #
 # The spawner receives lines of three numbers: the command, which has a script of its own, its pipes, and its input or
 # 0. Both report to the host, one line per report:

@@ -340,6 +340,8 @@ class PipeShell:
         self._ready.clear()
         if self._session_works:  # a session that never finished a command may be broken
             await self._launcher.run_blocking(self._kill_processes, running, session, signal.SIGTERM)
+            # a signal just before bash blocks in "read" is handled only after it: this word ends that "read"
+            self._send(b"x%07d" % 0)
             if await self._restarted(_KEEP_GRACE_S):
                 return
         self._next_directory = await self._launcher.run_blocking(self._directory_of, session)

@@ -1,4 +1,4 @@
 """Sandboxes without namespaces.
 
-They are bubblewrap's, with another launcher (backend) and another confinement (confine).
+They are the sandboxes of bubblewrap with another launcher (``backend.py``) and another confinement (``confine.py``).
 """

@@ -1,4 +1,4 @@
-"""Landlock: the backend for machines without namespaces, its launcher, and its capabilities.
+"""Landlock: the backend for machines without namespaces, with its launcher and its capabilities.
 
 Only specs with ``isolation="weak"`` use it.
 """
@@ -18,6 +18,7 @@ from typing import Any
 from agentfly.core.errors import PrerequisiteError
 from agentfly.resources.containers.backend import Backend
 from agentfly.resources.containers.bubblewrap import rootfs
+from agentfly.resources.containers.bubblewrap.backend import reap_bubblewrap
 from agentfly.resources.containers.bubblewrap.launcher import (
     BASH_MISSING,
     CGROUPS_MISSING,
@@ -26,7 +27,6 @@ from agentfly.resources.containers.bubblewrap.launcher import (
     unaccounted_memory,
 )
 from agentfly.resources.containers.bubblewrap.program import BubblewrapProgram
-from agentfly.resources.containers.bubblewrap.reaping import reap_bubblewrap
 from agentfly.resources.containers.bubblewrap.sandbox import BubblewrapSandbox
 from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.landlock.confine import landlock_version
@@ -36,7 +36,7 @@ from agentfly.resources.containers.seccomp import filter_program
 from agentfly.resources.containers.spec import SHELL_MOUNT, ContainerSpec
 from agentfly.resources.process.cgroups import CgroupParent, writable_cgroup_parent
 
-NAMESPACES_MISSING = "Namespaces would isolate fully: see what bubblewrap lacks."
+NAMESPACES_MISSING = "For full isolation, enable namespaces: see what bubblewrap lacks."
 _SEES = "it sees the host's processes and the names of its files"
 _SIGNALS = "it may end processes of the same user (Linux 6.12 forbids that)"
 _OWNER = "it may change permissions and times of the files of the user who started it"
@@ -50,18 +50,24 @@ _DISK = (
 
 @dataclass(frozen=True, kw_only=True)
 class LandlockCapabilities(Capabilities):
-    """What Landlock, a filter of system calls and resource limits can do together.
+    """What Landlock, a system call filter and resource limits can do together.
 
-    Nothing outside the sandbox's own directories can be written, and of the host no more be read than in any other
-    sandbox. Those directories have names of the host's: the shell starts in its workdir, ``$HOME`` and ``$TMPDIR`` tell
-    the others, and there is no /tmp.
+    A sandbox can write only in its own directories, and reads no more of the host than other sandboxes. Its directories
+    have paths of the host: the shell starts in the workdir, ``$HOME`` and ``$TMPDIR`` name the others, and there is no
+    /tmp.
     """
 
     backend: str = "landlock"
 
     @classmethod
     def detect(cls, version: int, home: CgroupParent | None, *, own_user: bool) -> LandlockCapabilities:
-        """By the version of Landlock, with control groups or without, and with a user for sandboxes alone or not."""
+        """Return the capabilities of a launcher.
+
+        Args:
+            version: the version of Landlock.
+            home: the parent of control groups; None if there are none.
+            own_user: whether sandboxes run as a user of their own.
+        """
         signals = () if version >= 6 else (_SIGNALS,)
         weak = (_SEES, *signals, _SANDBOXES if own_user else _OWNER, _ITSELF, _SOCKETS, _DISK)
         return cls(
@@ -94,7 +100,7 @@ _OF_ETC = ("passwd", "group", "nsswitch.conf", "hosts")
 
 
 class LandlockLauncher(Launcher):
-    """Starts sandboxes by `confine`. They see the host's files at their places, and write in directories of theirs."""
+    """Starts sandboxes by `confine`. They see the host's files at the same paths, and write in private directories."""
 
     def __init__(self, home: CgroupParent | None) -> None:
         """Start the launching thread and try a sandbox.
@@ -105,7 +111,7 @@ class LandlockLauncher(Launcher):
         version = landlock_version()
         if version == 0:
             raise PrerequisiteError(
-                "There is no Landlock: it needs Linux 5.13 or newer, built with it and with 'landlock' in lsm=…"
+                "There is no Landlock. It needs Linux 5.13 or newer, built with Landlock, and with 'landlock' in lsm=…"
             )
         self._version = version
         super().__init__(Tier.CONFINED, BubblewrapProgram(Path(sys.executable)), home)
@@ -116,9 +122,9 @@ class LandlockLauncher(Launcher):
     def _trial_run(self) -> None:
         if self._filter(ContainerSpec()) is None:
             raise PrerequisiteError(
-                "There is no filter of system calls for this machine, and Landlock without one is no sandbox."
+                "There is no system call filter for this machine, and Landlock does not isolate without one."
             )
-        if self._program_unreachable:  # Python itself, which is more than the one file
+        if self._program_unreachable:  # Python, which is more than one file and cannot be copied
             system = shutil.which("python3", path="/usr/bin:/usr/local/bin")
             if system is None:
                 raise PrerequisiteError(
@@ -148,7 +154,7 @@ class LandlockLauncher(Launcher):
         return []
 
     def _shell_pid_limit(self, spec: ContainerSpec) -> int:
-        return 0  # its limit counts all processes of the user, so `confine` sets it, who can count them
+        return 0  # the limit counts all processes of the user, so `confine` counts them and sets it
 
     def _session_script(self, scratch: Path) -> str:
         private = self._session.replace("/tmp/", f"{scratch}/tmp/")
@@ -171,7 +177,7 @@ class LandlockLauncher(Launcher):
         words = [str(self._program.path), "-I", "-S", str(scratch / CONFINE_PROGRAM)]
         words += [word for path in read for word in ("--read", path)]
         words += [word for path in write for word in ("--write", path)]
-        # what is in there the host opens too, so nothing in it may become a link to something else
+        # the host opens files in it too, so the sandbox must not replace them with links
         words += ["--write-to", str(scratch / SHELL_DIRECTORY)]
         words += ["--chdir", self.workdir(spec, scratch), "--file-size", str(spec.disk_limit)]
         words += ["--pids", str(0 if self.cgroups else spec.pids)]
@@ -183,10 +189,10 @@ _making = threading.Lock()
 
 
 class Landlock(Backend):
-    """Sandboxes that are confined by Landlock, with the shell of bubblewrap's.
+    """The backend `landlock`. Its sandboxes have the shell of bubblewrap's sandboxes.
 
     Args:
-        launcher: what starts them; by default the one of this process.
+        launcher: starts the sandboxes; by default the launcher of this process.
     """
 
     name = "landlock"
@@ -196,15 +202,15 @@ class Landlock(Backend):
 
     def probe(self) -> Capabilities:
         """See `Backend.probe`."""
-        found = self._own()
+        found = self._launcher_or_failure()
         return found.capabilities if isinstance(found, LandlockLauncher) else found
 
     async def prepare(self, spec: ContainerSpec) -> None:
-        """Nothing: its image is the host."""
+        """Do nothing, because the image is the host."""
 
     def sandbox(self, spec: ContainerSpec, instance: str) -> BubblewrapSandbox:
         """See `Backend.sandbox`."""
-        launcher = self._own()
+        launcher = self._launcher_or_failure()
         assert isinstance(launcher, LandlockLauncher)
         return BubblewrapSandbox(launcher, spec, instance)
 
@@ -216,15 +222,15 @@ class Landlock(Backend):
         """See `Backend.reap`."""
         reap_bubblewrap(traces)
 
-    def _own(self) -> LandlockLauncher | Capabilities:
+    def _launcher_or_failure(self) -> LandlockLauncher | Capabilities:
         if self._launcher is not None:
             return self._launcher
         with _making:
-            return _made_in(os.getpid())  # a forked child makes its own
+            return _launcher_of_process(os.getpid())  # a forked child needs a launcher of its own
 
 
 def make_launcher(*, cgroups: bool = True) -> LandlockLauncher | Capabilities:
-    """A launcher; or, where that does not work, what is missing."""
+    """Return a launcher; or, if none can be made, capabilities that say what is missing."""
     if not Path("/bin/bash").exists():
         return LandlockCapabilities(available=False, missing=(BASH_MISSING,))
     try:
@@ -234,5 +240,5 @@ def make_launcher(*, cgroups: bool = True) -> LandlockLauncher | Capabilities:
 
 
 @cache
-def _made_in(pid: int) -> LandlockLauncher | Capabilities:
+def _launcher_of_process(pid: int) -> LandlockLauncher | Capabilities:
     return make_launcher()

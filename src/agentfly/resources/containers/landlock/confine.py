@@ -1,9 +1,9 @@
-"""Runs a program that can write nowhere but in a few directories, and ends all that it started when it ends.
+"""Program that runs another one confined to a few writable directories, and kills all its processes at the end.
 
-A program of its own, in the way of bubblewrap and with the names of its options, for machines where no namespaces can
-be made. It needs nothing but Python's standard library. Two processes do the work: a child that confines itself by
-Landlock (landlock(7)), a filter of system calls and resource limits, and becomes the program; and its parent, which
-stays outside of that, adopts whatever the program leaves behind, and kills it at the end.
+It stands in for bubblewrap, with bubblewrap's option names, on machines without namespaces. It needs only Python's
+standard library. It consists of two processes. The child confines itself by Landlock (landlock(7)), a system call
+filter and resource limits, and executes the program. The parent is not confined. It adopts all orphans of the program,
+and kills them at the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIRECTORY = 1, 2, 4, 8
 _REFER, _TRUNCATE, _IOCTL_DEVICE = 1 << 13, 1 << 14, 1 << 15
 _MAKE_DEVICES = 1 << 6 | 1 << 11
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEVICE
-_KNOWN = {1: 1 << 13, 2: 1 << 14, 3: 1 << 15, 4: 1 << 15}  # by version of Landlock, the first right beyond those of it
+_KNOWN = {
+    1: 1 << 13,
+    2: 1 << 14,
+    3: 1 << 15,
+    4: 1 << 15,
+}  # by version of Landlock: the lowest right that it does not have
 
 
 class _Ruleset(ctypes.Structure):
@@ -48,10 +53,10 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check_result(result: int, what: str) -> int:
-    """The result of a call of the C library.
+    """Return the result of a call of the C library.
 
     Raises:
-        OSError: it failed.
+        OSError: the call failed.
     """
     if result < 0:
         code = ctypes.get_errno()
@@ -60,17 +65,17 @@ def check_result(result: int, what: str) -> int:
 
 
 def landlock_version() -> int:
-    """The version of Landlock that the kernel has; 0 if none."""
+    """Return the kernel's version of Landlock; 0 if it has none."""
     return max(0, int(libc.syscall(ctypes.c_long(_CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint(1))))
 
 
 def restrict_files(read: list[str], write: list[str], write_to: list[str]) -> None:
-    """Give up, for good and for all that this process starts, all files but these and what is below them.
+    """Permanently deny this process and its children all files but these, and the files below them.
 
     Args:
-        read: what may be read and executed.
-        write: what may also be changed in every way.
-        write_to: directories whose files may be read and written, while none can be made there, removed or replaced.
+        read: paths that may be read and executed.
+        write: paths that may also be changed in every way.
+        write_to: directories whose files may be read and written, but not created, removed or replaced.
     """
     version = landlock_version()
     known = _KNOWN.get(version, 1 << 16) - 1
@@ -79,7 +84,7 @@ def restrict_files(read: list[str], write: list[str], write_to: list[str]) -> No
     size = ctypes.sizeof(rules) if version >= 6 else 8
     ruleset = check_result(
         libc.syscall(ctypes.c_long(_CREATE_RULESET), ctypes.byref(rules), ctypes.c_size_t(size), ctypes.c_uint(0)),
-        "make a Landlock ruleset",
+        "create a Landlock ruleset",
     )
     reading = _EXECUTE | _READ_FILE | _READ_DIRECTORY
     for paths, rights in ((read, reading), (write, known & ~_MAKE_DEVICES), (write_to, reading | _WRITE_FILE)):
@@ -95,7 +100,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        return  # not on this machine
+        return  # it does not exist on this machine
     if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
         rights &= _OF_FILES
     rule = _PathBeneath(rights, descriptor)
@@ -108,7 +113,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def filter_calls(program: bytes) -> None:
-    """Have the kernel refuse system calls by a filter, for good and for all that this process starts."""
+    """Permanently filter the system calls of this process and its children."""
     filters = _FilterProgram(len(program) // 8, program)
     check_result(
         libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), ctypes.byref(filters), 0, 0),
@@ -117,7 +122,7 @@ def filter_calls(program: bytes) -> None:
 
 
 def limit_processes(more: int) -> None:
-    """Let this user have no more processes and threads than there are now, and a few more."""
+    """Limit the processes and threads of this user to the current number plus `more`."""
     here = 0
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -130,19 +135,19 @@ def limit_processes(more: int) -> None:
 
 
 def reset_signals() -> None:
-    """Have every signal do what it does by default, those too that Python ignores or that this was started ignoring."""
+    """Restore the default of every signal, including those that Python or the parent process ignores."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def exec_confined(options: argparse.Namespace, environment: dict[str, str]) -> None:
-    """Confine this process and make it the program."""
+    """Confine this process, and execute the program in it."""
     libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    libc.prctl(_PR_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)  # the shell is to its processes what process 1 would be
+    libc.prctl(_PR_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)  # the shell adopts orphans, as process 1 would
     if options.block_fd >= 0 and not os.read(options.block_fd, 1):
-        return  # nobody wants it any more
-    os.setsid()  # a signal to its own process group would reach what attends to it
+        return  # the sandbox is not wanted any more
+    os.setsid()  # otherwise a signal to its process group would reach the parent
     os.chdir(options.chdir)
     os.umask(0o022)
     if options.pids > 0:
@@ -159,15 +164,15 @@ def exec_confined(options: argparse.Namespace, environment: dict[str, str]) -> N
 
 
 def reap_until_exit(first: int) -> int:
-    """Wait until the program has ended, and everything with it. Its exit code."""
+    """Wait until the program has exited, and kill all its processes. Return its exit code."""
     signal.signal(signal.SIGTERM, lambda *_: os.kill(first, signal.SIGKILL))
     while (ended := _next_to_end()) != first:
         os.waitpid(ended, 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _, status = os.waitpid(first, 0)  # not before: until then its process id is nobody else's, and can be signalled
+    _, status = os.waitpid(first, 0)  # not before: until then its process id cannot be reused, so it can be signalled
     while left := descendants(os.getpid()):
         stopped: set[int] = set()
-        while fresh := left - stopped:  # none gets away by forking: all are stopped before any dies
+        while fresh := left - stopped:  # stop all before any is killed, so that none escapes by forking
             _signal(fresh, signal.SIGSTOP)
             stopped |= fresh
             left = descendants(os.getpid())
@@ -182,14 +187,14 @@ def reap_until_exit(first: int) -> int:
 
 
 def _next_to_end() -> int:
-    """Wait until a child has ended; its process id. It is still to be waited for."""
+    """Wait until a child has exited. Return its process id, without reaping it."""
     ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
     assert ended is not None
     return ended.si_pid
 
 
 def descendants(pid: int) -> set[int]:
-    """All processes below a process, and not those that have ended."""
+    """Return all running descendants of a process."""
     found: set[int] = set()
     edge = {pid}
     while edge:
@@ -217,7 +222,7 @@ def _signal(pids: set[int], number: int) -> None:
 
 
 def main() -> None:
-    """Start the program, and attend to it."""
+    """Start the program, and wait for its end."""
     parser = argparse.ArgumentParser()
     for name in ("--info-fd", "--block-fd", "--seccomp", "--args", "--pids", "--file-size"):
         parser.add_argument(name, type=int, default=-1)

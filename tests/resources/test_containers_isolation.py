@@ -18,7 +18,7 @@ import pytest
 
 from agentfly.core.errors import PrerequisiteError, ResourceDied, SandboxOutOfMemory
 from agentfly.resources.containers.bubblewrap import backend
-from agentfly.resources.containers.bubblewrap import program
+from agentfly.resources.containers.bubblewrap import program as bubblewrap_program
 from agentfly.resources.containers.bubblewrap.backend import Bubblewrap, make_launcher, probe
 from agentfly.resources.containers.bubblewrap.launcher import (
     BubblewrapCapabilities,
@@ -410,7 +410,7 @@ def test_a_bubblewrap_that_never_ends_is_given_up_and_ended(monkeypatch: pytest.
     endless.write_text("#!/bin/sh\nsleep 7320\n")
     endless.chmod(0o755)
     monkeypatch.setattr(backend, "find_program", lambda: BubblewrapProgram(endless))
-    monkeypatch.setattr(program, "_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(bubblewrap_program, "_TIMEOUT_S", 0.3)
     found = make_launcher()
     assert isinstance(found, BubblewrapCapabilities)
     with pytest.raises(PrerequisiteError, match="did not start a sandbox within"):

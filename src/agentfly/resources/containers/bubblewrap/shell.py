@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import os
 import signal
+import time
 from pathlib import Path
 
 from agentfly.core.errors import ResourceDied, ResourceError, SandboxEnded, SandboxOutOfMemory
@@ -26,6 +27,7 @@ from agentfly.resources.process.procfs import children
 _KEEP_GRACE_S = 0.5  # for a session to save its variables after a kill
 _RESTART_GRACE_S = 5.0
 _KILL_ROUNDS = 10
+_STOP_POLLS, _STOP_POLL_S = 100, 0.001
 _MAX_NUMBER = 10**7  # words of the session have seven digits
 
 
@@ -342,7 +344,11 @@ class PipeShell:
             await self._launcher.run_blocking(self._kill_processes, running, session, signal.SIGTERM)
             # a signal just before bash blocks in "read" is handled only after it: this word ends that "read"
             self._send(b"x%07d" % 0)
-            if await self._restarted(_KEEP_GRACE_S):
+            if await self._restarted(_KEEP_GRACE_S / 2):
+                return
+            # bash may have forked once more before it handled the signal, and waits for that child
+            await self._launcher.run_blocking(self._kill_processes, running, session, signal.SIGCONT)
+            if await self._restarted(_KEEP_GRACE_S / 2):
                 return
         self._next_directory = await self._launcher.run_blocking(self._directory_of, session)
         await self._launcher.run_blocking(self._kill_processes, running, session, signal.SIGKILL)
@@ -378,6 +384,7 @@ class PipeShell:
         parent: int | None = session
         if session is not None:
             self._processes.signal(session, signal.SIGSTOP)  # it must not run the command's next line
+            _wait_until_stopped(session)
         elif running.process and spawner is not None:
             parent = self._processes.host_pid(running.process, spawner)
         spared = running.excluded_pids | self._shell_processes.pids
@@ -397,3 +404,15 @@ class PipeShell:
             return str(Path(f"/proc/{session}/cwd").readlink()).removesuffix(" (deleted)")
         except OSError:
             return ""
+
+
+def _wait_until_stopped(pid: int) -> None:
+    """Wait briefly until SIGSTOP has taken effect. Until then a process can still fork."""
+    for _ in range(_STOP_POLLS):
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return
+        if stat.rpartition(")")[2].split()[0] in "TtZX":
+            return
+        time.sleep(_STOP_POLL_S)

@@ -441,13 +441,14 @@ class StreamShell:
         """Kill the command's processes and make the session abandon it, keeping its variables if possible."""
         session, keep = self._session, self._session_works
         channel.command = running
-        signals = ("TERM", "KILL") if keep else ("KILL",)
+        # bash may fork once more before it handles TERM, and waits for that child: CONT kills the child
+        signals = ("TERM", "CONT", "KILL") if keep else ("KILL",)
         for signal in signals:
             if session and running.exit_code is None:
                 self._ready.clear()
                 known = (self._server_pid, self._dispatcher, running.excluded_pids)
                 await self._ask("k", number=session, argument=signal, holder=self._orphans, known=known)
-            if await self._restarted(_KEEP_GRACE_S if signal == "TERM" else _RESTART_GRACE_S):
+            if await self._restarted(_RESTART_GRACE_S if signal == "KILL" else _KEEP_GRACE_S / 2):
                 break
         else:
             await self._kill_everything()

@@ -34,7 +34,7 @@ from agentfly.resources.spec import ResourceSpec
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Subagent(Tool):
-    """A tool whose calls are answered by an agent. Made by `Agent.as_tool`.
+    """A tool whose calls an agent answers. Made by `Agent.as_tool`.
 
     The function builds the agent's prompt from the call's arguments. The rollout layer then runs the agent in the same
     rollout, and its final answer is the observation. ``max_output_tokens`` limits the answer; the prompt is never

@@ -1,4 +1,4 @@
-"""RewardFunction: a user's scoring function, called by its parameter names, in this process or in one of its own."""
+"""RewardFunction: a user's scoring function, called by its parameter names, in this process or a separate one."""
 
 from __future__ import annotations
 

@@ -31,14 +31,14 @@ _MOST_PROBLEMS = 5  # of one call that an error lists
 
 @dataclass(frozen=True)
 class ToolArgument:
-    """One argument that the model gives.
+    """One argument that the model provides.
 
     Attributes:
         name: its name.
         annotation: its type.
-        description: what the docstring says of it; empty if nothing.
-        required: whether it must be given.
-        default: its default if it need not be given, for the schema to tell the model.
+        description: its description from the docstring; empty if there is none.
+        required: whether it is required.
+        default: its default if it is optional, shown to the model in the schema.
     """
 
     name: str
@@ -49,7 +49,7 @@ class ToolArgument:
 
 
 class ToolSchema(ABC):
-    """What a tool wants of the model.
+    """The arguments that a tool expects.
 
     Attributes:
         tool: name of the tool, for messages.
@@ -63,11 +63,11 @@ class ToolSchema(ABC):
 
     @abstractmethod
     def validate(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What the tool's function is called with, by name.
+        """Return the keyword arguments for the tool's function.
 
         Raises:
-            InvalidArguments: a name is missing or too many, or a value does not fit. The message says which, and what
-                was expected, and repeats what was given, cut to about 800 characters.
+            InvalidArguments: a name is missing or unknown, or a value does not fit. The message says which one and what
+                was expected, and repeats the given arguments, cut to about 800 characters.
         """
 
     def describe(self) -> str:
@@ -82,7 +82,7 @@ class ToolSchema(ABC):
         return describe_type(self.json_schema["properties"][name])
 
     def refusal(self, given: Mapping[str, Any], problems: Sequence[str]) -> InvalidArguments:
-        """The error of a call whose arguments do not fit."""
+        """Return the error for a call whose arguments do not fit."""
         shown = list(problems[:_MOST_PROBLEMS])
         if len(problems) > len(shown):
             shown.append(f"and {len(problems) - len(shown)} more")
@@ -96,10 +96,10 @@ class ToolSchema(ABC):
 class ArgumentSchema(ToolSchema):
     """The arguments of a tool: their JSON schema, and their validation.
 
-    A value that the model wrote in another form than the type's is read as the type where that loses nothing: the
-    texts ``"5"``, ``"True"``, ``'["a"]'`` and ``"null"`` as a number, a boolean, a list and null. What may be a string
-    by its type stays as it was written: ``"0123"``, and ``"none"`` of an enumeration. Only where a tool-call format
-    writes all values as texts is ``null`` read as null if that is allowed, too.
+    A value of another form is converted to the declared type if that loses nothing: the texts ``"5"``, ``"True"``,
+    ``'["a"]'`` and ``"null"`` become a number, a boolean, a list and null. A value whose type allows a string stays as
+    written: ``"0123"``, and ``"none"`` of an enumeration. Only if a tool-call format writes all values as texts is
+    ``null`` read as null where null is allowed too.
 
     Args:
         tool: name of the tool, for messages.
@@ -177,7 +177,7 @@ def _typed(argument: ToolArgument) -> tuple[Any, Any]:
 
 
 def _with_typed_dicts(annotation: Any) -> Any:
-    """A type whose ``typing.TypedDict`` classes are remade, because before Python 3.12 pydantic does not read them."""
+    """Replace ``typing.TypedDict`` classes in a type, because pydantic cannot read them before Python 3.12."""
     if sys.version_info >= (3, 12):
         return annotation
     if typing.is_typeddict(annotation):
@@ -275,20 +275,20 @@ _SAYS_OF_OTHERS = frozenset(
 
 
 class JSONSchemaArguments(ToolSchema):
-    """Arguments as a JSON schema describes them. The function gets them all in one, as ``arguments``.
+    """Arguments described by a JSON schema. The function receives all of them in one argument, ``arguments``.
 
-    What the model wrote in another form than the schema's is read as `ArgumentSchema` reads it. Names that the schema
-    does not have are refused, unless it says that there may be others.
+    Values of another form are converted as by `ArgumentSchema`. Names that the schema does not have are rejected,
+    unless it allows further ones.
 
-    The schema may be hostile. Nothing that it refers to is fetched, its patterns run in linear time, and a call costs a
-    bounded amount of work. What cannot be checked within that is left to the server.
+    The schema may be hostile. References are never fetched, patterns run in linear time, and the work per call is
+    bounded. Checks that would exceed the bound are left to the server.
 
     Args:
         tool: name of the tool, for messages.
         schema: the schema of an object, of any draft.
 
     Raises:
-        ToolDefinitionError: it is no schema of an object.
+        ToolDefinitionError: it is not the schema of an object.
         PrerequisiteError: the package ``jsonschema`` is not installed.
     """
 
@@ -365,7 +365,7 @@ def _of_an_object(tool: str, schema: Mapping[str, Any] | bool) -> dict[str, Any]
 
 
 class _Work:
-    """How much of a schema may still be evaluated for a call."""
+    """Remaining schema evaluations for one call."""
 
     left = MOST_WORK
 

@@ -33,7 +33,7 @@ class FromTask:
 
 
 class ParameterSource(StrEnum):
-    """Where a parameter's value comes from."""
+    """The source of a parameter's value."""
 
     MODEL_OR_ROLLOUT = "caller"  # the model, for a tool; the rollout, for a reward
     CONTEXT = "context"

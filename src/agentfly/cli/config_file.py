@@ -61,7 +61,7 @@ class EndpointConfig(BaseModel):
 
 
 class MemoryConfig(BaseModel):
-    """What the agent sees of the conversation at each turn.
+    """The part of the conversation that the agent sees at each turn.
 
     Further keys are settings of the memory: ``turns`` of `agentfly.Window`, or the fields of `agentfly.SummaryFolding`.
     """

@@ -18,12 +18,12 @@ CharSpan = tuple[int, int]
 
 @dataclass(frozen=True)
 class Thinking:
-    """Where a turn is thinking.
+    """The parts of a turn that are reasoning.
 
     Attributes:
-        spans: from each opening marker to its closing one, both included.
-        stray: closing markers that close nothing.
-        is_open: whether the last of the spans is never closed, and so goes on to the end.
+        spans: from each opening marker to its closing marker, both included.
+        stray: closing markers without an opening one.
+        is_open: whether the last span has no closing marker and extends to the end.
     """
 
     spans: Sequence[CharSpan] = ()
@@ -32,11 +32,11 @@ class Thinking:
 
 
 def read_thinking(text: str, skip: Sequence[CharSpan] = ()) -> Thinking:
-    """Where ``text`` is between ``<think>`` and ``</think>`` (or ``[THINK]`` and ``[/THINK]``).
+    """Find the text between ``<think>`` and ``</think>`` (or ``[THINK]`` and ``[/THINK]``).
 
     Args:
-        text: the text of one turn, behind the opening marker where the prompt had opened thinking.
-        skip: spans, in order, in which markers mean nothing, for instance the arguments of a call.
+        text: the text of one turn, after the opening marker if the prompt opened the reasoning.
+        skip: ordered spans in which markers mean nothing, for instance the arguments of a call.
     """
     spans: list[CharSpan] = []
     stray: list[CharSpan] = []
@@ -70,12 +70,12 @@ REASONING_MARKERS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 
 @dataclass(frozen=True)
 class ReasoningMarkers:
-    """How a model's turns hold thoughts.
+    """The way in which a model's turns contain reasoning.
 
     Attributes:
-        opener: what begins them, without white space around it.
-        closer: what ends them.
-        opened: whether the header of a turn opens them, so that the turn itself only ends them.
+        opener: the opening marker, without surrounding white space.
+        closer: the closing marker.
+        opened: whether a turn's header opens the reasoning, so that the turn itself only closes it.
     """
 
     opener: str = "<think>"
@@ -83,13 +83,13 @@ class ReasoningMarkers:
     opened: bool = False
 
     def split(self, text: str, *, opened: bool | None = None) -> tuple[str | None, str]:
-        """The thoughts of a turn, None where there are none, and what is said.
+        """Return a turn's reasoning, None if there is none, and its visible text.
 
-        Thoughts that are never closed go on to the end.
+        Reasoning without a closing marker extends to the end.
 
         Args:
             text: the turn.
-            opened: whether thoughts may be open from the beginning on; None for what the header does.
+            opened: whether the reasoning may be open from the start; None for the behaviour of the header.
         """
         begun = text.lstrip()
         explicit = begun.startswith(self.opener)
@@ -101,7 +101,7 @@ class ReasoningMarkers:
         return None, text
 
     def join(self, thoughts: str, said: str) -> str:
-        """A turn's text out of its thoughts and what is said."""
+        """Return a turn's text from its reasoning and its visible text."""
         return f"{self.opener}\n{thoughts}\n{self.closer}\n\n{said}"
 
     def without_markers(self, text: str) -> str:
@@ -109,7 +109,7 @@ class ReasoningMarkers:
         return text.replace(self.opener, "").replace(self.closer, "").strip()
 
     def without_opening_marker(self, header: str) -> str:
-        """The header of a turn without the marks of thoughts at its end: those that open them, or leave them out."""
+        """Return a turn's header without the reasoning markers at its end, which open the reasoning or skip it."""
         bare = header
         while (text := bare.rstrip()).endswith((self.opener, self.closer)):
             bare = text.removesuffix(self.opener).removesuffix(self.closer)

@@ -81,11 +81,11 @@ def supervise(path: str) -> None:
 
 
 class TestProcess:
-    """The process of the tests, and what it has said.
+    """The process that runs the tests, with its report and output.
 
     Attributes:
-        report: what it wrote into the pipe of its report, as far as that is not too much.
-        output: the end of what it printed.
+        report: data from its report pipe, up to a limit.
+        output: the end of its printed output.
     """
 
     def __init__(self, order: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ def run_tests(pipe: int) -> None:
 
 
 def signed_record_writer(pipe: int, key: bytes) -> WriteRecord:
-    """What writes records into a pipe: each a line of its signature and itself as JSON."""
+    """Return a function that writes records into a pipe. Each is a line with its signature and its JSON."""
     signature = b""
 
     def say(record: dict[str, Any]) -> None:
@@ -215,7 +215,7 @@ class PytestReporter:
 
 
 def covers(name: str, node: str) -> bool:
-    """Whether a test is the one of a name, a case of it, or in the class or file of that name."""
+    """Whether a name selects a test: the test itself, one of its cases, or its class or file."""
     return node == name or node.startswith((f"{name}[", f"{name}::"))
 
 
@@ -241,7 +241,7 @@ def snapshot_functions() -> dict[str, tuple[object, object]]:
 
 
 def functions_of(module: ModuleType) -> Iterator[tuple[str, object]]:
-    """A module's own functions, and the attributes of its own classes."""
+    """Return the functions that a module defines, and the attributes of its classes."""
     for name, value in list(vars(module).items()):
         if getattr(value, "__module__", None) != module.__name__:
             continue
@@ -254,7 +254,7 @@ def functions_of(module: ModuleType) -> Iterator[tuple[str, object]]:
 
 
 def tampered_functions(before: dict[str, tuple[object, object]]) -> list[str]:
-    """What is no longer what it was."""
+    """Return the names of functions that were changed."""
     now = snapshot_functions()
     return [
         name

@@ -1,4 +1,4 @@
-"""TestReport: which of the named tests passed, read from what a grading box said."""
+"""TestReport: which of the named tests passed, according to the report of a grading container."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from agentfly.agents.grading.pytest_harness import covers
 
 @dataclass(frozen=True)
 class TestReport:
-    """Which of the named tests passed.
+    """The named tests that passed and failed.
 
     Attributes:
-        passed: the names whose tests passed, all of their cases.
+        passed: the names whose tests all passed, in all cases.
         failed: the other names: tests that failed, were skipped, or did not run.
-        problem: why no test counts as passed, where something went wrong with all of them; else empty.
-        output: the end of what the tests printed, for people. The tested code may have printed it.
+        problem: why no test counts as passed, if the whole run failed; else empty.
+        output: the end of the tests' printed output, for people. The tested code may have printed it.
         excluded: paths of the agent's work that were not graded, because they would change how tests run.
-        seconds: how long the tests took.
+        seconds: duration of the tests.
     """
 
     __test__ = False  # it is no test of pytest's, whatever its name begins with
@@ -56,13 +56,13 @@ def all_failed(names: Sequence[str], problem: str, output: str = "", seconds: fl
 
 
 def read_report(found: Mapping[str, Any], names: Sequence[str], canaries: Sequence[str], key: str) -> TestReport:
-    """Which tests passed, by what the supervisor of a grading box has said.
+    """Return which tests passed, from the report of a grading container's supervisor.
 
     Args:
-        found: the report of the tests, their output, how long they took, and whether they were ended for the time.
+        found: the report of the tests, their output, their duration, and whether they were killed at the time limit.
         names: the tests that count.
-        canaries: tests that cannot pass: where one does, the tests were changed.
-        key: what the records are signed with.
+        canaries: tests that cannot pass. If one passes, the tests were tampered with.
+        key: the key that signs the records.
     """
     output, seconds = str(found["output"]), float(found["seconds"])
     try:

@@ -129,40 +129,40 @@ async def tests_pass(
     python: str = "python3",
     max_bytes: int = 256 * 2**20,
 ) -> TestReport:
-    """Run hidden tests on what an agent has left, and count which of them passed.
+    """Run hidden tests on the files that an agent left, and count which of them passed.
 
-    The agent's files are copied into a new box, in which nothing of the agent has ever run. The tests are laid over
-    them, and pytest runs those that are named. A test counts as passed if pytest says so of all its phases, by a
-    channel that the tested code is not told of, and only if the process of the tests came to its own end, nothing of
-    pytest was changed, and tests that cannot pass did fail. So ``os._exit(0)``, a report written by the tested code, a
-    ``conftest.py`` of the agent, and a pytest that lets everything pass all count as failed. What they cannot prevent
-    is code that runs in the process of the tests and is written to look for this very channel, and a value that claims
-    to equal any other. Tests that start the agent's program as a process of its own share nothing with it.
+    The agent's files are copied into a new container, in which the agent never ran. The test files then overwrite files
+    of the same path, and pytest runs the named tests. A test counts as passed only if pytest reports success for all
+    its phases, through a channel that the tested code does not know. In addition, the test process must end by itself,
+    pytest must be unchanged, and tests that cannot pass must fail. So ``os._exit(0)``, a report written by the tested
+    code, the agent's own ``conftest.py``, and a pytest that passes everything all count as failures. Two attacks
+    remain: code that runs in the test process and is written to find this channel, and a value that claims to equal any
+    other. Tests that start the agent's program as a separate process share nothing with it.
 
     Args:
-        context: the reward's.
-        work: the box as the agent left it.
-        paths: the files and directories in it that are the agent's work; relative ones are below its workdir. Each
-            replaces what the new box has there.
-        tests: the hidden files, by their paths below the workdir: tests, and all that these need.
-        names: the tests that count, as pytest names them: ``tests/test_sum.py::test_adds``; without the part in
-            brackets for all cases of a test; or a class or file for all its tests.
-        spec: the new box; by default one as the agent had.
-        timeout_s: seconds that the tests may take, all together, without the start of boxes. Then they are killed, and
-            those that had passed do not count.
-        separately: run the tests of each name in a process of their own, so that one that ends it or takes for ever
+        context: the reward's context.
+        work: the container as the agent left it.
+        paths: the files and directories in it that are the agent's work; relative paths start from its workdir. Each
+            replaces the file or directory of that path in the new container.
+        tests: the hidden files, by their paths below the workdir: tests, and all files that they need.
+        names: the tests that count, as pytest names them: ``tests/test_sum.py::test_adds``. Without the part in
+            brackets, a name stands for all cases of a test. A class or file stands for all its tests.
+        spec: the new container; by default one like the agent's.
+        timeout_s: maximum number of seconds for all tests together, without container starts. Then they are killed, and
+            none of them counts as passed.
+        separately: run the tests of each name in a separate process, so that a test that ends its process or never ends
             costs only that name.
-        plugins: modules of pytest plugins that the tests need; none is loaded by itself.
-        pytest_ini: pytest's configuration; none of the agent's files is taken for it.
-        import_from: directories from which tests import, below the workdir. That of the tests is not among them.
-        packages: further directories of the box with packages, if pytest is not among those of its Python.
-        python: the Python in the box.
-        max_bytes: the most bytes that the agent's work may have. More counts as failed.
+        plugins: modules of pytest plugins that the tests need; none is loaded automatically.
+        pytest_ini: pytest's configuration; the agent's files are never used for it.
+        import_from: directories below the workdir from which tests import. The directory of the tests is not included.
+        packages: further directories of the container with packages, if its Python lacks pytest.
+        python: the Python in the container.
+        max_bytes: maximum size of the agent's work in bytes. More counts as failed.
 
     Raises:
-        UsageError: there are no names, or a file of theirs is not among ``tests``.
-        PrerequisiteError: the new box has no Python with pytest.
-        ResourceError: the new box could not be had.
+        UsageError: there are no names, or the file of a name is not among ``tests``.
+        PrerequisiteError: the new container has no Python with pytest.
+        ResourceError: the new container could not be acquired.
     """
     _check(work, paths, tests, names)
     fresh = replace(spec or work.spec, reuse="recreate", max_uses=1, warm=0)  # and so another pool than the agent's
@@ -211,7 +211,7 @@ async def _run_with_one_retry(
 
 @dataclass(frozen=True)
 class _TestRun:
-    """What is run in a box."""
+    """One run of tests in a container."""
 
     names: Sequence[str]
     tests: Mapping[str, str | bytes]

@@ -32,16 +32,14 @@ class RenderedTokens:
 
 @dataclass(frozen=True, slots=True)
 class ParsedReply:
-    """A generation as the format reads it.
+    """A generation as the format parses it.
 
     Attributes:
-        text: everything that was sampled as text, without the control token at its end.
-        content: what of it is said, without the thoughts.
-        reasoning: the thoughts; None where there are none.
-        calls: the tool calls, where the format reads calls itself; None where the agent's tool-call format is to read
-            them in ``text``.
-        opened: the marker by which the prompt had opened thinking, so that ``text`` begins inside; empty where it had
-            not.
+        text: the sampled tokens as text, without the control token at the end.
+        content: the visible text, without reasoning.
+        reasoning: the reasoning; None if there is none.
+        calls: the tool calls, if the format parses calls itself; None if the agent's tool-call format parses ``text``.
+        opened: the marker with which the prompt opened the reasoning, so that ``text`` begins inside it; else empty.
     """
 
     text: str
@@ -60,11 +58,11 @@ class ChatFormat(Protocol):
         ...
 
     def render_prompt(self, messages: Sequence[Message], tools: ToolDefinitions = ()) -> RenderedTokens:
-        """A whole conversation, with the header of the assistant's turn at its end.
+        """Render a whole conversation, with the header of the assistant's turn at its end.
 
         Args:
             messages: the conversation.
-            tools: the tools that the format is to describe; none where the conversation itself describes them.
+            tools: the tools that the format describes; empty if the conversation describes them.
         """
         ...
 
@@ -76,22 +74,22 @@ class ChatFormat(Protocol):
         conversation: Sequence[Message],
         tools: ToolDefinitions = (),
     ) -> RenderedTokens | None:
-        """What follows a generation: end of turn if it was not sampled, ``messages``, the header of the next turn.
+        """Render the text after a generation: a missing end of turn, ``messages``, and the header of the next turn.
 
         Args:
-            messages: what answers the generation: tool results, or user messages.
+            messages: the answers to the generation: tool results or user messages.
             after: all ids that were sent and sampled so far; the last one may be a stop id.
             conversation: the whole conversation, with the last generation and ``messages`` at its end.
-            tools: as of the prompt.
+            tools: the same as for the prompt.
 
         Returns:
-            What follows ``after``. None where the format would now write the conversation so far in another way, and
-            is told not to put up with that: then the conversation goes on in a new sequence, begun with `prompt`.
+            The tokens that follow ``after``. None if the format would now render the past differently and must follow
+            its template. The conversation then continues in a new sequence that begins with `render_prompt`.
         """
         ...
 
     def parse_reply(self, ids: Sequence[int]) -> ParsedReply:
-        """What a generation says."""
+        """Parse a generation."""
         ...
 
 

@@ -54,9 +54,9 @@ class ControlTokenEscaper:
         self._short = lru_cache(_REMEMBERED)(self._with_marks)
 
     def escape_text(self, text: str) -> str:
-        """A text with marks; the same object where nothing is to be broken.
+        """Return a text with marks that break control tokens; the same object if there is nothing to break.
 
-        The two characters that rendering needs for itself become U+FFFD.
+        The two characters that rendering uses as marks become U+FFFD.
         """
         if len(text) > _SHORT:
             return self._with_marks(text)
@@ -81,11 +81,11 @@ class ControlTokenEscaper:
         return value
 
     def escape_definition(self, value: Value, *, names: bool = False) -> Value:
-        """What describes tools or holds a message: its texts, and those keys that are names of somebody's choice.
+        """Escape a tool description or message: its texts, and keys that a user chose.
 
         Args:
-            value: any value of JSON.
-            names: whether the keys are such names.
+            value: any JSON value.
+            names: whether the keys were chosen by a user.
         """
         if isinstance(value, str):
             return cast(Value, self.escape_text(value))
@@ -261,7 +261,7 @@ class ControlTokens:
     def first_in(
         self, rendered: str, among: Collection[int] | None = None, *, start: int = 0
     ) -> tuple[int, int] | None:
-        """Where the first control token (of ``among``) from ``start`` on stands in rendered text, and its id."""
+        """Return the position and id of the first control token (of ``among``) in rendered text, from ``start`` on."""
         for found in self._pattern.finditer(rendered, start):
             control_id = self._ids[found[0]]
             if among is None or control_id in among:

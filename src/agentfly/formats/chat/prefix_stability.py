@@ -25,18 +25,18 @@ def drift_from_whole(
     conversation: Sequence[Message],
     tools: ToolDefinitions = (),
 ) -> str | None:
-    """Where ids differ from those of the whole conversation, in words; None where they do not.
+    """Describe where ids differ from a rendering of the whole conversation; None if they do not.
 
-    What a model samples is seldom what its text encodes to, so this is to be expected of real rollouts, and says by how
-    much; it is for conversations whose turns were encoded from text. The whole conversation is rendered, so it costs
-    more than a turn does.
+    In real rollouts a difference is normal, because sampled ids are seldom the encoding of their text. The function is
+    for conversations whose turns were encoded from text. It renders the whole conversation, so it costs more than a
+    turn.
 
     Args:
-        chat: the format in which the ids were rendered.
-        tokenizer: the policy's.
-        ids: everything sent and sampled, up to and with the header of the assistant's next turn.
-        conversation: what was said, as messages.
-        tools: as of the prompt.
+        chat: the format that rendered the ids.
+        tokenizer: the policy's tokenizer.
+        ids: all ids sent and sampled, including the header of the assistant's next turn.
+        conversation: the conversation as messages.
+        tools: the same as for the prompt.
     """
     whole = list(chat.render_prompt(conversation, tools).ids)
     sent = list(ids)
@@ -52,7 +52,7 @@ def drift_from_whole(
 
 
 def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
-    """Where two sequences begin to differ; the length of the shorter where the longer begins with it."""
+    """Return the first position at which two sequences differ; the length of the shorter one if it is a prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -69,7 +69,7 @@ class ProbeExchange:
 
     @classmethod
     def calling(cls, tool: str, count: int, calls: ToolCallFormat) -> ProbeExchange:
-        """A turn that calls a tool so many times, and the results, as a tool-call format has them in a conversation."""
+        """Return a turn with this many tool calls and their results, written by a tool-call format."""
         made = [ToolCall(call_id(number), tool) for number in range(count)]
         plain: Message = {"role": "assistant", "content": "calls"}
         answers = (calls.result_message(call, f"observation {number}") for number, call in enumerate(made))
@@ -88,7 +88,7 @@ ANSWER_EXCHANGE = ProbeExchange(
 
 
 def without_words(messages: Sequence[Message]) -> list[Message]:
-    """A conversation in which the assistant has said nothing of its own: what is left in it others have written."""
+    """Return a conversation without the assistant's own text. Others wrote everything that is left."""
     return [
         ANSWER_EXCHANGE.turn
         if message["role"] == "assistant"
@@ -111,10 +111,10 @@ def with_words(exchange: ProbeExchange) -> ProbeExchange:
 
 
 def degenerate_exchanges(exchanges: Sequence[ProbeExchange]) -> list[ProbeExchange]:
-    """These exchanges, and what may become of them in a rollout.
+    """Return these exchanges, and variants that can occur in a rollout.
 
-    That is: calls that could not be read, and so stand as text in front of their results; words of a user behind the
-    results, as memory adds them; and a turn that says something, or nothing, before a user goes on.
+    The variants are: unparsable calls, which stay as text before their results; user text after the results, as memory
+    adds it; and a turn with or without text before a user message.
     """
     said, words = ANSWER_EXCHANGE.turn, ANSWER_EXCHANGE.answers[0]
     kinds = [ANSWER_EXCHANGE, ProbeExchange({**said, "content": ""}, (words,))]
@@ -207,7 +207,7 @@ class _ProbedExchange:
 def keeps_reasoning(
     turns: TemplateRenderer, exchange: ProbeExchange, tools: ToolDefinitions, system: Message | None, *, count: int
 ) -> bool:
-    """Whether the template goes on writing the thoughts of a turn once the conversation has gone on, to its end."""
+    """Whether the template keeps writing a turn's reasoning after the conversation has continued."""
     thinking = ProbeExchange({**exchange.turn, "reasoning_content": "thought"}, exchange.answers)
     opening, conversation, _ = _conversation([thinking] * count, system)
     asked = turns.places(conversation, len(opening))
@@ -233,7 +233,7 @@ def require_answers_rendered(rendered: str, exchange: ProbeExchange) -> None:
 def _conversation(
     exchanges: Sequence[ProbeExchange], system: Message | None
 ) -> tuple[list[Message], list[Message], list[int]]:
-    """What a conversation begins with, the whole of it, and where in it the turns stand."""
+    """Return the start of a conversation, the whole of it, and the positions of its turns."""
     opening = [*([system] if system else []), PROBE_QUESTION]
     conversation, numbers = [*opening], []
     for exchange in exchanges:
@@ -243,7 +243,7 @@ def _conversation(
 
 
 def _own_beginning(turns: TemplateRenderer, conversation: Sequence[Message], start: str, tools: ToolDefinitions) -> str:
-    """What a turn begins with besides its header when it is the last."""
+    """Return the text at the start of the last turn, after its header."""
     try:
         rendered = turns.render_with_slots(conversation, tools, opens=False)
     except ChatFormatError:

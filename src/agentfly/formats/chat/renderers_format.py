@@ -1,8 +1,8 @@
-"""RenderersFormat: a chat format of the ``renderers`` package, written by hand for a model, proved when it is made.
+"""RenderersFormat: a hand-written chat format from the ``renderers`` package, verified when it is created.
 
-The package (https://pypi.org/project/renderers) holds formats of current models that no template tells: how a turn is
-continued without its thoughts being dropped, and how calls are read. What it renders is held to the same rules as
-everything else here: ids only grow, and no text becomes a control token.
+The package (https://pypi.org/project/renderers) holds formats of current models with details that no template gives:
+how to continue a turn without dropping its reasoning, and how to parse calls. Its renderings obey the same rules as all
+others here: ids only grow, and no text becomes a control token.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ def renderer_name(model: str) -> str | None:
 
 
 class RenderersFormat:
-    """Renders and reads with a hand-written format of the ``renderers`` package.
+    """Renders and parses with a hand-written format of the ``renderers`` package.
 
     Args:
         name: the package's name for the format, such as ``qwen3`` or ``gpt-oss``.
-        tokenizer: the policy's.
-        exchanges: the kinds of turns and answers that the agent's conversations consist of.
-        tools: the agent's tools, where the format is to describe them; it then reads the calls, too.
+        tokenizer: the policy's tokenizer.
+        exchanges: the kinds of turns and answers in the agent's conversations.
+        tools: the agent's tools, if the format describes them. It then also parses the calls.
         system: the agent's system message, if it has one.
-        history: ``"keep"`` what was sampled as it is, whatever becomes of old thoughts; or ``"rewrite"`` as the model's
-            template does, and begin a new sequence there.
+        history: ``"keep"`` keeps sampled tokens, even if the template would drop old reasoning. ``"rewrite"`` follows
+            the template and then begins a new sequence.
 
     Raises:
-        PrerequisiteError: the package is not installed, or something that the format needs is not there.
-        ConfigError: it has no format of this name.
-        ChatFormatError: the format does not fit the tokenizer, leaves an answer out, cannot go on from a turn, or lets
-            a text become a control token.
+        PrerequisiteError: the package, or something that the format needs, is not installed.
+        ConfigError: the package has no format of this name.
+        ChatFormatError: the format does not fit the tokenizer, drops an answer, cannot continue a turn, or lets a text
+            become a control token.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RenderersFormat:
             self._require_answers(self._ids_of(conversation, tools), kind)
 
     def render_prompt(self, messages: Sequence[Message], tools: ToolDefinitions = ()) -> RenderedTokens:
-        """A whole conversation, with the header of the assistant's turn at its end."""
+        """Render a whole conversation, with the header of the assistant's turn at its end."""
         require_no_images(messages, f"the format {self.name!r} of the renderers package")
         return RenderedTokens(self._ids_of(messages, tools))
 
@@ -105,7 +105,7 @@ class RenderersFormat:
         conversation: Sequence[Message],
         tools: ToolDefinitions = (),
     ) -> RenderedTokens | None:
-        """What follows a generation; see `ChatFormat.continuation`."""
+        """Render the text after a generation; see `ChatFormat.render_continuation`."""
         require_no_images(messages, f"the format {self.name!r} of the renderers package")
         known = list(after)
         split = _end_of_last(self._header, known)
@@ -129,7 +129,7 @@ class RenderersFormat:
         return RenderedTokens(ids[len(known) :])
 
     def parse_reply(self, ids: Sequence[int]) -> ParsedReply:
-        """What a generation says, with its calls where the format has described the tools."""
+        """Parse a generation, with its calls if the format described the tools."""
         said = strip_end_of_turn(ids, self.stop_ids, self._control_ids)
         text = self._tokenizer.decode(said)
         known = ids if ids and ids[-1] in self._own_stops else said
@@ -236,7 +236,7 @@ class RenderersFormat:
         return False
 
     def _as_sampled(self, turn: Message, tools: ToolDefinitions) -> list[int]:
-        """The ids that the model would sample to say a turn, as far as the format tells."""
+        """Return the ids that the model would sample for a turn, as far as the format shows them."""
         thinking: Message = {**turn, "reasoning_content": "thought"}
         for said in (turn, thinking):
             try:
@@ -307,7 +307,7 @@ def _renderer(name: str, encoder: _TokenizerAdapter, history: History) -> Any:
 
 
 def _end_of_last(header: list[int], ids: list[int]) -> int:
-    """Where the last turn begins: behind the last header."""
+    """Return the start of the last turn: the position after the last header."""
     for start in range(len(ids) - len(header), -1, -1):
         if ids[start : start + len(header)] == header:
             return start + len(header)

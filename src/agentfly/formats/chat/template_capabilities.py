@@ -52,7 +52,7 @@ def orphan_results_to_user_messages(messages: Sequence[Message]) -> Iterator[Mes
 
 
 def _answers_one_of(calls: Collection[str], answer: Message) -> bool:
-    """Whether a tool's message is the result of one of these calls; one that names none is that of any."""
+    """Whether a tool message answers one of these calls. A message without a call id answers any."""
     return answer["tool_call_id"] in calls if "tool_call_id" in answer else bool(calls)
 
 
@@ -236,7 +236,7 @@ def _calls(tokenizer: Tokenizer) -> tuple[bool, bool, bool]:
 
 
 def _results(tokenizer: Tokenizer) -> tuple[bool, bool, bool]:
-    """What messages of the role ``tool`` must do and may: answer a call, name a tool, be followed by a user's words."""
+    """Check the rules of ``tool`` messages: a call id, a tool name, and whether a user message may follow."""
     said: Message = {"role": "assistant", "content": _SAID}
     result: Message = {"role": "tool", "name": "stand_in_tool", "tool_call_id": "abcdefgh0", "content": _KEY}
     uncalled = _rendered(tokenizer, [PROBE_QUESTION, said, result, said, result])

@@ -31,33 +31,33 @@ MAX_CHECKED_EXCHANGES = 500
 
 
 class TemplateChatFormat:
-    """Renders the first prompt and the continuations with the template of the policy's tokenizer.
+    """Renders the first prompt and the continuations with the chat template of the policy's tokenizer.
 
-    Under ``history="keep"`` a continuation is what the template writes after an assistant's reply in a synthetic
-    conversation: a question, a reply whose words are places, and the real messages that answer it. So it costs the same
-    however long the conversation is, and what was sampled stays as it is, also where the template would drop a reply's
-    thoughts later on. That this is what the template writes in the whole conversation, too, is proved when the format
-    is made, with the tools and the way of answering of the agent at hand.
+    Under ``history="keep"``, a continuation is the template's text after an assistant's reply in a synthetic
+    conversation: a question, a reply with placeholders for its text, and the real messages that answer it. The cost
+    does not depend on the length of the conversation. Sampled tokens stay, even if the template would later drop their
+    reasoning. The constructor verifies that the template writes the same text in the whole conversation, with the
+    agent's tools and answers.
 
-    Under ``history="rewrite"`` the whole conversation is rendered at every turn. As long as the template writes what
-    was sent as it was sent, what is new is appended; once it does not, there is no continuation, and a new sequence is
-    begun with the template's rendering. Compared is what the template writes around the turns of the model, and
-    whether it still writes their thoughts and words; the words themselves stay as they were sampled, whatever white
-    space or JSON the template would make of them.
+    Under ``history="rewrite"``, the whole conversation is rendered at every turn. As long as the template writes the
+    past as it was sent, the new part is appended. Otherwise there is no continuation, and a new sequence begins with
+    the template's rendering. The comparison covers the template's text around the model's turns, and whether it still
+    writes their reasoning and text. The text itself stays as sampled, whatever white space or JSON the template would
+    write.
 
     Args:
-        tokenizer: the policy's.
-        exchanges: the kinds of turns and answers that the agent's conversations consist of.
-        tools: the agent's tools, where the template is to describe them.
+        tokenizer: the policy's tokenizer.
+        exchanges: the kinds of turns and answers in the agent's conversations.
+        tools: the agent's tools, if the template describes them.
         system: the agent's system message, if it has one.
-        history: what to do where the template writes the past differently once the conversation has gone on.
-        longest: the most turns that a conversation is expected to have. Conversations of so many are proved, as far as
-            `MAX_CHECKED_EXCHANGES` goes.
+        history: what to do if the template renders the past differently once the conversation has continued.
+        longest: the expected maximum number of turns. Conversations of this length are verified, up to
+            `MAX_CHECKED_EXCHANGES`.
 
     Raises:
-        ChatFormatError: the template refuses such a conversation, leaves something out, or writes no control token
-            after a reply, so that a turn would have no end. Under ``history="keep"`` also when it writes anything but
-            thoughts differently once more follows; the message shows the difference.
+        ChatFormatError: the template rejects such a conversation, drops a part of it, or writes no control token after
+            a reply, so that a turn would have no end. Under ``history="keep"`` also if it changes anything but
+            reasoning once the conversation continues; the message shows the difference.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TemplateChatFormat:
         self.keeps_thoughts = all(keeps_reasoning(turns, each, tools, system, count=proved) for each in possible)
 
     def render_prompt(self, messages: Sequence[Message], tools: ToolDefinitions = ()) -> RenderedTokens:
-        """A whole conversation, with the header of the assistant's turn at its end."""
+        """Render a whole conversation, with the header of the assistant's turn at its end."""
         ids = self._turns.control.encode(self._turns.render(messages, tools))
         return expand_image_placeholders(ids, messages, self._tokenizer)
 
@@ -103,7 +103,7 @@ class TemplateChatFormat:
         conversation: Sequence[Message],
         tools: ToolDefinitions = (),
     ) -> RenderedTokens | None:
-        """What follows a generation; see `ChatFormat.continuation`."""
+        """Render the text after a generation; see `ChatFormat.render_continuation`."""
         last = len(conversation) - len(messages) - 1
         if last >= 0 and not self._turns.shape.allows(conversation[last]):
             return None
@@ -122,7 +122,7 @@ class TemplateChatFormat:
         return expand_image_placeholders(ids[1:] if ended else ids, messages, self._tokenizer)
 
     def parse_reply(self, ids: Sequence[int]) -> ParsedReply:
-        """What a generation says."""
+        """Parse a generation."""
         text = self._tokenizer.decode(self._said(ids))
         thoughts = self._turns.shape.reasoning
         reasoning, content = thoughts.split(text)
@@ -172,7 +172,7 @@ class TemplateChatFormat:
     def _following_unless_rewritten(
         self, conversation: Sequence[Message], last: int, tools: ToolDefinitions
     ) -> str | None:
-        """What the template writes behind the assistant's turn at position ``last``; None if it rewrites that."""
+        """Return the template text after the turn at position ``last``; None if the template rewrites that turn."""
         turns = self._turns
         try:
             sent, now = (

@@ -26,12 +26,12 @@ _PLACES = re.compile(f"{SLOT_MARK}({'|'.join(WORDS)}) ([0-9]+){SLOT_MARK}")
 
 
 def slot(words: SlotKind, number: int) -> str:
-    """What stands for words of the assistant's turn with this number. No disarmed text holds it."""
+    """Return the placeholder for the text of the assistant's turn with this number. No escaped text contains it."""
     return f"{SLOT_MARK}{words} {number}{SLOT_MARK}"
 
 
 def slotted_reply(number: int, *, calls: Sequence[dict[str, Any]] = (), thinks: bool = False) -> Message:
-    """An assistant's turn whose words are places; of its calls, names and ids are kept."""
+    """Return an assistant's turn with placeholders for its text. Names and ids of its calls are kept."""
     message: dict[str, Any] = {"role": "assistant", "content": slot("said", number)}
     if thinks:
         message["reasoning_content"] = slot("thought", number)
@@ -68,7 +68,7 @@ def with_slots(messages: Sequence[Message]) -> list[Message]:
 
 @dataclass(frozen=True, slots=True)
 class SlotSpan:
-    """Where the words of a turn stand in a rendered conversation, and which of them do."""
+    """Position of a turn's text in a rendered conversation, and which parts of it were written."""
 
     start: int
     stop: int
@@ -87,10 +87,10 @@ def spans_of(rendered: str) -> dict[int, SlotSpan]:
 
 
 def first_slot(rendered: str, number: int) -> int:
-    """Where the first words of a turn stand.
+    """Return the position of a turn's first text.
 
     Raises:
-        ChatFormatError: none of them were written.
+        ChatFormatError: the template wrote none of it.
     """
     found = [at for words in WORDS if (at := rendered.find(slot(words, number))) >= 0]
     if not found:
@@ -102,10 +102,10 @@ def first_slot(rendered: str, number: int) -> int:
 
 
 def end_of_last_slot(rendered: str, number: int) -> int:
-    """Where the words of a turn end.
+    """Return the end of a turn's text.
 
     Raises:
-        ChatFormatError: none of them were written.
+        ChatFormatError: the template wrote none of it.
     """
     mark = f" {number}{SLOT_MARK}"
     found = rendered.rfind(mark)
@@ -118,13 +118,13 @@ PROBE_RESULT: Message = {"role": "tool", "name": "stand_in_tool", "tool_call_id"
 
 @dataclass(frozen=True)
 class EndOfTurn:
-    """How turns end.
+    """The ways in which turns end.
 
     Attributes:
-        stop_ids: what a model samples at the end of a turn: what its template writes there, and the ids at which its
-            tokenizer and its generation settings have it stop.
-        end_ids: what stands at the end of a turn in the middle of a conversation, too.
-        ends_by_next_header: a turn ends where the header of the next begins, whose first token the model samples.
+        stop_ids: ids that a model samples at the end of a turn: those that its template writes there, and the stop ids
+            of its tokenizer and generation settings.
+        end_ids: ids that also end a turn in the middle of a conversation.
+        ends_by_next_header: whether a turn ends at the next turn's header, whose first token the model samples.
     """
 
     stop_ids: tuple[int, ...]
@@ -170,10 +170,10 @@ def detect_end_of_turn(tokenizer: Tokenizer, control: ControlTokens, shape: Temp
 
 
 def strip_end_of_turn(ids: Sequence[int], stop_ids: Collection[int], control: Collection[int]) -> Sequence[int]:
-    """What a generation says, without the end of turn.
+    """Return a generation without its end of turn.
 
-    A model may be told to stop at a token of ordinary text. That is part of what it says, and ends no turn in the
-    template's eyes.
+    A model may have a stop token of ordinary text. Such a token is part of the turn's text; for the template it does
+    not end the turn.
 
     Args:
         ids: the generation.
@@ -184,7 +184,7 @@ def strip_end_of_turn(ids: Sequence[int], stop_ids: Collection[int], control: Co
 
 
 def _behind(beginning: str | None, whole: str | None) -> str | None:
-    """What a text adds to its beginning, white space at the border left out."""
+    """Return the rest of a text after a prefix, without white space at the border."""
     if beginning is None or whole is None or not whole.startswith(beginning.rstrip()):
         return None
     return whole[len(beginning.rstrip()) :]
@@ -249,9 +249,9 @@ class TemplateRenderer:
         return slots_of(self.shape.split([messages[number]])[0], number)
 
     def render_continuation(self, messages: Sequence[Message], tools: ToolDefinitions = ()) -> str:
-        """What the template writes from the end of a turn on, if ``messages`` answer it.
+        """Return the template's text from the end of a turn on, if ``messages`` answer it.
 
-        It is what it writes after a reply in a short synthetic conversation.
+        It is rendered after a reply in a short synthetic conversation.
         """
         answers = self.control.escape(messages)
         calls = [_call_of(answer) for answer in answers if answer["role"] == "tool"] if tools else []
@@ -260,18 +260,18 @@ class TemplateRenderer:
         return rendered[self.end_of_turn(rendered, 0) :]
 
     def end_of_turn(self, rendered: str, number: int) -> int:
-        """Where a turn ends: where its end-of-turn token stands.
+        """Return the position of a turn's end-of-turn token.
 
         Raises:
-            ChatFormatError: the template has written nothing of the turn, or has not ended it.
+            ChatFormatError: the template wrote nothing of the turn, or no end.
         """
         return self.end_of_turn_after(rendered, end_of_last_slot(rendered, number))
 
     def end_of_turn_after(self, rendered: str, begin: int) -> int:
-        """Where a turn ends whose words end at ``begin``.
+        """Return the end of a turn whose text ends at ``begin``.
 
         Raises:
-            ChatFormatError: the template has not ended it.
+            ChatFormatError: the template wrote no end.
         """
         found = self.control.first_in(rendered, self.endings.end_ids, start=begin)
         if found is None:
@@ -321,7 +321,7 @@ class TemplateRenderer:
         return {token for token in inner if self._tokenizer.control_tokens.get(token) not in ends}
 
     def _writes(self, text: str) -> bool:
-        """Whether the template takes a text for what an assistant has said; some refuse their own marks in it."""
+        """Whether the template accepts a text from the assistant. Some templates reject their own markers in it."""
         try:
             self._render([PROBE_QUESTION, {"role": "assistant", "content": text}, PROBE_QUESTION], (), opens=False)
         except ChatFormatError:

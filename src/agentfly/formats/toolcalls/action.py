@@ -40,19 +40,19 @@ _BARE = re.compile(r'(?!null$)[^\s",=\[\]{}<][^",=\[\]{}<\n]*')
 
 @dataclass(frozen=True)
 class ActionFormat:
-    """Calls as lines of their own: ``Action: tool[argument]``, or ``Action: tool[a=1, b=two]``.
+    """Calls as separate lines: ``Action: tool[argument]``, or ``Action: tool[a=1, b=two]``.
 
-    * With one argument, the text between the brackets is the argument as it stands: ``Action: check[eggs]``. That is so
-      for a tool that takes one argument, and for the only required argument of a tool that takes several.
-    * With several, each is ``name=value``, and ends at the comma before the next name.
-    * A value in double quotes is a JSON string, for line breaks and the like; a list or an object is written as JSON.
-      Other values are texts that the tool's types read: ``5`` as a number where a number is wanted.
-    * ``Action:`` may be numbered (``Action 1:``), in bold, or left out before a tool that the agent has. Several such
-      lines are parallel calls; two actions on one line are an error. Lines after one that begins with
-      ``Observation:`` are not read: the model makes them up.
+    * With one argument, the text between the brackets is the argument: ``Action: check[eggs]``. This holds for a tool
+      with one argument, and for the only required argument of a tool with several.
+    * With several, each is ``name=value`` and ends at the comma before the next name.
+    * A value in double quotes is a JSON string, for instance for line breaks. A list or an object is written as JSON.
+      Other values are texts that the tool's types convert: ``5`` becomes a number if a number is expected.
+    * ``Action:`` may be numbered (``Action 1:``), in bold, or omitted before the name of a tool. Several such lines are
+      parallel calls. Two actions on one line are an error. Lines after one that begins with ``Observation:`` are
+      ignored, because the model made them up.
 
-    What is recognisably a call but cannot be read is an error that the model is told, never half a call. Observations
-    go back as a user message that begins with ``Observation:``.
+    Text that is recognisably a call but cannot be parsed is reported to the model as an error, never executed in part.
+    Observations return as a user message that begins with ``Observation:``.
 
     Args:
         calls_in_thinking: whether calls between ``<think>`` and ``</think>`` are executed.
@@ -67,7 +67,7 @@ class ActionFormat:
         return "action"
 
     def instructions(self, tools: Sequence[ToolDescription]) -> str:
-        """How to call a tool, and the tools, one a line, in few words: small models have short contexts."""
+        """Explain calls and list the tools, one line each. The text is short, for models with short contexts."""
         if not tools:
             return ""
         return "\n".join(
@@ -285,7 +285,7 @@ def _bare(argument: str, value: Any) -> str:
 
 
 def _quoted(value: Any) -> str:
-    """One of several arguments, so that its end can be told."""
+    """Write one of several arguments such that its end is unambiguous."""
     if not isinstance(value, str):
         return dump_escaped(value)
     return value if _BARE.fullmatch(value) and value == value.strip() else dump_escaped(value)

@@ -32,18 +32,19 @@ _ONE = "write one block a turn, and mark every other block of your answer with i
 
 @dataclass(frozen=True)
 class CodeBlockFormat(BlockFormat):
-    """One fenced block a turn, whose lines are the one text argument of the tool.
+    """One fenced code block per turn. Its lines are the only text argument of the tool.
 
     The block begins with a line of three or more backticks and the language, and ends with a line of at least as many.
-    Code that itself has lines of backticks needs a longer fence around it; `write` makes one. Blocks of other languages
-    are text. Where the end of the block cannot be told (it is not closed, another fence begins inside it, a fence
-    without a language follows) and where a turn has several blocks of the language, nothing is executed and the model
-    is told. Nothing is repaired. Observations go back as a user message that begins with ``Observation:``.
+    Code that contains lines of backticks needs a longer fence; `write` makes one. Blocks of other languages are text.
+    If the end of the block is ambiguous, or a turn has several blocks of the language, nothing is executed and the
+    model gets an error. The end is ambiguous if the block is not closed, if another fence begins inside it, or if a
+    fence without a language follows. Nothing is repaired. Observations return as a user message that begins with
+    ``Observation:``.
 
     Args:
         calls_in_thinking: whether a block between ``<think>`` and ``</think>`` is executed.
-        language: what stands behind the backticks, for instance ``bash``; ``""`` for nothing.
-        tool: name of the tool that the block is for; ``""`` for the agent's only tool.
+        language: the language after the backticks, for instance ``bash``; ``""`` for none.
+        tool: name of the tool that executes the block; ``""`` for the agent's only tool.
     """
 
     language: str = "python"
@@ -56,10 +57,10 @@ class CodeBlockFormat(BlockFormat):
         return "code_block"
 
     def instructions(self, tools: Sequence[ToolDescription]) -> str:
-        """How to act, and what the tool does.
+        """Explain how to act, and what the tool does.
 
         Raises:
-            ConfigError: it is not clear which tool a block is for, or it takes more than one text.
+            ConfigError: it is ambiguous which tool executes a block, or the tool takes more than one text.
         """
         if not tools:
             return ""

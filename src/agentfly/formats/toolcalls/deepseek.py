@@ -41,16 +41,16 @@ _EXAMPLES = {
 class DeepSeekFormat(ModelTrainedFormat):
     """Calls between ``<｜tool▁call▁begin｜>`` and ``<｜tool▁call▁end｜>``.
 
-    Between the two stand the name and, behind ``<｜tool▁sep｜>``, the arguments as a JSON object (V3.1); or a type, and
-    behind the separator the name and the arguments in a fenced block (V3 and R1). Both are read, whatever ``style``
-    says. JSON is decoded from its first character to its last, as in `HermesFormat`, so a tag inside an argument is an
-    argument. What cannot be read is an error that the model is told; what follows a call that is neither readable nor
+    A call is the name and, after ``<｜tool▁sep｜>``, the arguments as a JSON object (V3.1). Or it is a type and, after
+    the separator, the name and the arguments in a fenced block (V3 and R1). Both are parsed with any ``style``. JSON is
+    decoded from its first character to its last, as in `HermesFormat`, so a tag inside an argument is part of the
+    argument. An unparsable call is reported to the model as an error. Text after a call that is neither parsable nor
     closed is not executed.
 
     Args:
-        calls_in_thinking: whether calls inside thinking are executed.
+        calls_in_thinking: whether calls inside reasoning are executed.
         uses_chat_template: whether the model's own chat template describes the tools; those of V3 and R1 do not.
-        style: how `write` writes, ``"v3"`` or ``"v3.1"``.
+        style: the style that `write` uses, ``"v3"`` or ``"v3.1"``.
     """
 
     style: Literal["v3", "v3.1"] = "v3.1"

@@ -32,14 +32,14 @@ _SHAPE = f'{OPEN}\n{{"name": …, "arguments": {{…}}}}\n{CLOSE}'
 class HermesFormat(ModelTrainedFormat):
     """Calls as JSON objects with ``name`` and ``arguments`` between ``<tool_call>`` and ``</tool_call>``.
 
-    The object is decoded from its first character to its last, so a marker inside an argument is an argument. Several
-    tags in a turn, and several objects in a tag, are parallel calls. ``parameters`` is read as ``arguments``, and
-    arguments written as a JSON text are decoded.
+    The object is decoded from its first character to its last, so a marker inside an argument is part of the argument.
+    Several tags in a turn, and several objects in a tag, are parallel calls. ``parameters`` is accepted for
+    ``arguments``, and arguments written as a JSON text are decoded.
 
-    Read besides is what has one meaning: texts in single quotes, Python's ``True``, ``False`` and ``None``, a comma
-    behind the last member, and line breaks inside texts. Nothing is repaired: everything else is an error that the
-    model is told, with its position. What follows a call that is neither readable nor closed is not executed, since it
-    may have been meant as part of it.
+    Deviations with one meaning are accepted: texts in single quotes, Python's ``True``, ``False`` and ``None``, a comma
+    after the last member, and line breaks inside texts. Nothing is repaired: everything else is reported to the model
+    as an error with its position. Text after a call that is neither parsable nor closed is not executed, because it may
+    have been meant as a part of it.
 
     Args:
         calls_in_thinking: whether calls between ``<think>`` and ``</think>`` are executed.

@@ -66,10 +66,10 @@ _BESIDE = ("id", "type")  # of a call, not of its arguments
 
 
 def call_from_json(value: Any, example: str, known: ToolsByName) -> ParsedCall:
-    """A call with ``name`` and ``arguments`` (or ``parameters``), which may be a JSON text of an object.
+    """Return the call in an object with ``name`` and ``arguments`` (or ``parameters``), maybe as a JSON text.
 
-    An ``id`` and a ``type`` beside them are of the call, and are left out. Where the tool has an argument of that name
-    they may be misplaced, so the call is an error; so is one with anything else beside them.
+    An ``id`` and a ``type`` beside them belong to the call and are dropped. If the tool has an argument of that name,
+    they may be misplaced arguments, so the call is an error. So is a call with any other member.
     """
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
@@ -93,7 +93,7 @@ def malformed_json_call(written: str, example: str) -> ParsedCall:
 
 
 def malformed_json_arguments(name: str, written: str, example: str) -> ParsedCall:
-    """The error of a call of a tool whose arguments should be the one JSON object of ``written``, and are not."""
+    """Return the error for a call whose arguments should be one JSON object, and are not."""
     return malformed_call(written, _fault(written, "its arguments must be one JSON object"), example, name)
 
 
@@ -114,7 +114,7 @@ def _fault(written: str, otherwise: str = "it must be a JSON object") -> str:
 
 
 def _object_in(written: str) -> Any:
-    """The object of which ``written`` is the JSON text; any other text as it is, to be refused as one."""
+    """Decode ``written`` if it is the JSON text of an object; return any other text unchanged, to be rejected later."""
     try:
         value, end = decode_value(written, skip_space(written, 0))
     except InvalidJSON:

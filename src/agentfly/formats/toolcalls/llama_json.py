@@ -38,16 +38,16 @@ _EXAMPLE = '{"name": …, "parameters": {…}}'
 class LlamaJsonFormat(ModelTrainedFormat):
     """Calls as JSON objects with ``name`` and ``parameters`` (or ``arguments``), with or without ``<|python_tag|>``.
 
-    An object is decoded from its first character to its last, as in `HermesFormat`. It counts as a call where it stands
-    behind the tag, or begins a line and has both members; or begins a line and names one of the tools. Other objects
-    are answers. Several, one after another, separated by ``;`` or in a list, are parallel calls. Behind an object
-    nothing else may stand on its line.
+    An object is decoded from its first character to its last, as in `HermesFormat`. It counts as a call if it follows
+    the tag, if it begins a line and has both members, or if it begins a line and names one of the tools. Other objects
+    are answers. Several objects in a row, separated by ``;`` or in a list, are parallel calls. Nothing else may follow
+    an object on its line.
 
-    What is recognisably a call but cannot be read is an error that the model is told, and nothing behind it is
+    Text that is recognisably a call but cannot be parsed is reported to the model as an error, and nothing after it is
     executed.
 
-    A turn goes into the conversation with ``tool_calls`` if it is one call and nothing else, since the templates of
-    these models write no more than that; otherwise as the text that it is, which these templates keep.
+    A turn enters the conversation with ``tool_calls`` if it is exactly one call, because the templates of these models
+    write no more than that. Otherwise it enters as text, which these templates keep.
 
     Args:
         calls_in_thinking: whether calls between ``<think>`` and ``</think>`` are executed.

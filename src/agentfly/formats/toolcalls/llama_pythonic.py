@@ -41,25 +41,24 @@ _EXAMPLE = '[name_of_tool(first=1, second="text")]'
 
 @dataclass(frozen=True)
 class LlamaPythonicFormat(ModelTrainedFormat):
-    """Calls as Python writes them, in square brackets: ``[check(item="eggs"), add(a=1, b=2)]``.
+    """Calls in Python syntax, in square brackets: ``[check(item="eggs"), add(a=1, b=2)]``.
 
-    The list is read by a parser of its own that knows calls and plain values: texts in any of Python's quotes,
-    numbers, ``True`` or ``true``, ``None`` or ``null``, lists and dictionaries. Nothing is evaluated. Arguments without
-    a name are taken in the tool's order. Line breaks inside quotes are read as they stand.
+    A parser of this package reads the list. It knows calls and plain values: texts in any of Python's quotes, numbers,
+    ``True`` or ``true``, ``None`` or ``null``, lists and dictionaries. Nothing is evaluated. Arguments without a name
+    are assigned in the tool's order. Line breaks inside quotes are kept.
 
-    A list counts as calls where it is marked by a tag (``<|python_tag|>``, ``<|python_start|>``,
-    ``<|tool_call_start|>``), where it begins a line with a tool that the agent has, or where it is all that is said.
-    Nothing else may stand on its last line. What cannot be read is an error that the model is told, and nothing behind
-    it is executed. Nothing is repaired.
+    A list counts as calls if a tag marks it (``<|python_tag|>``, ``<|python_start|>``, ``<|tool_call_start|>``), if it
+    begins a line and names a tool of the agent, or if it is the whole turn. Nothing else may follow on its last line.
+    An unparsable list is reported to the model as an error, and nothing after it is executed. Nothing is repaired.
 
-    A turn goes into the conversation with ``tool_calls`` if ``opening`` marks lists, as for LFM2; otherwise as the text
-    that it is, since Llama's templates keep that, and would write texts without quotes.
+    A turn enters the conversation with ``tool_calls`` if ``opening`` marks lists, as for LFM2. Otherwise it enters as
+    text, because Llama's templates keep text and would write calls without quotes.
 
     Args:
         calls_in_thinking: whether calls between ``<think>`` and ``</think>`` are executed.
         uses_chat_template: whether the model's own chat template describes the tools.
-        opening: what `write` puts before the list, for instance ``<|tool_call_start|>`` for LFM2.
-        closing: what `write` puts behind it.
+        opening: text that `write` puts before the list, for instance ``<|tool_call_start|>`` for LFM2.
+        closing: text that `write` puts after it.
     """
 
     opening: str = ""
@@ -135,7 +134,7 @@ def _block(text: str, opening: re.Match[str], known: ToolsByName) -> CallBlock |
 
 
 def _end(text: str, end: int) -> int:
-    """The end of the block whose list ends at ``end``."""
+    """Return the end of the block whose list ends at ``end``."""
     closing = _CLOSING.match(text, end)
     stop = closing.end() if closing else end
     if closing or _END_OF_LINE.match(text, stop):

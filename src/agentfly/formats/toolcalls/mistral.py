@@ -43,19 +43,19 @@ _EXAMPLES = {
 
 @dataclass(frozen=True)
 class MistralFormat(ModelTrainedFormat):
-    """Calls behind ``[TOOL_CALLS]``: a JSON list of them, or each as ``[TOOL_CALLS]name[ARGS]{…}``.
+    """Calls after ``[TOOL_CALLS]``: a JSON list of them, or each as ``[TOOL_CALLS]name[ARGS]{…}``.
 
-    Both are read, whatever ``style`` says; ``[CALL_ID]…`` and the ``id`` of an object are skipped. JSON is decoded from
-    its first character to its last, as in `HermesFormat`, so a marker inside an argument is an argument. Nothing may
-    stand behind the calls.
+    Both are parsed with any ``style``. ``[CALL_ID]…`` and the ``id`` of an object are skipped. JSON is decoded from its
+    first character to its last, as in `HermesFormat`, so a marker inside an argument is part of the argument. Nothing
+    may follow the calls.
 
-    What cannot be read is an error that the model is told, and nothing behind it is executed. Ids of calls have nine
-    letters and digits, as the templates of these models want.
+    An unparsable call is reported to the model as an error, and nothing after it is executed. Call ids have nine
+    letters and digits, as the templates of these models require.
 
     Args:
-        calls_in_thinking: whether calls inside thinking are executed.
+        calls_in_thinking: whether calls inside reasoning are executed.
         uses_chat_template: whether the model's own chat template describes the tools.
-        style: how `write` writes: ``"list"`` as models up to the tokenizer version v7 do, or ``"separate"`` as those
+        style: the style that `write` uses: ``"list"`` as models up to tokenizer version v7, or ``"separate"`` as those
             from v11 on.
     """
 

@@ -46,14 +46,14 @@ class PythonCall:
 
 
 def read_calls(text: str, start: int) -> tuple[list[PythonCall], int]:
-    """The calls of the list that begins at ``start``, and the position after its closing bracket.
+    """Return the calls of the list that begins at ``start``, and the position after its closing bracket.
 
-    Values are texts in Python's quotes, numbers, ``True``, ``False``, ``None`` (and JSON's names of them), lists
-    and dictionaries with texts as keys. A line break inside any quotes is taken as it stands. Texts side by side are an
-    error, as are names, operators and whatever else would have to be run.
+    Values are texts in Python's quotes, numbers, ``True``, ``False``, ``None`` (and JSON's names of them), lists, and
+    dictionaries with texts as keys. A line break inside any quotes is kept. Adjacent texts are an error, as are names,
+    operators and everything else that would have to be evaluated.
 
     Raises:
-        NotPython: there is no such list, or it holds anything else.
+        NotPython: there is no such list, or it contains anything else.
     """
     reader = _PythonCallReader(text, start)
     reader.expect("[")
@@ -86,7 +86,7 @@ class _PythonCallReader:
             raise self._wrong(f"'{character}' is missing")
 
     def items(self, closing: str, read: Callable[[], _T]) -> list[_T]:
-        """What stands between brackets, separated by commas, behind the opening one."""
+        """Read the comma-separated items after an opening bracket."""
         self._depth += 1
         if self._depth > _DEEPEST:
             raise InvalidPythonCall("it is nested too deeply")
@@ -189,7 +189,7 @@ def _unescaped(text: str) -> str:
 
 
 def _escaped(escape: re.Match[str]) -> str:
-    """What an escape stands for. One that Python does not know stays as it is, as in Python."""
+    """Return the character of an escape. An unknown escape stays unchanged, as in Python."""
     written = escape.group(1)
     if written in _SIMPLE:
         return _SIMPLE[written]

@@ -42,15 +42,15 @@ _EXAMPLE = "<tool_call>\n<function=…>\n<parameter=…>\n…\n</parameter>\n</f
 class Qwen3CoderFormat(ModelTrainedFormat):
     """Calls as ``<function=name>`` with a ``<parameter=name>`` for each argument, in ``<tool_call>`` tags.
 
-    Every value is a text, which the types of the tool's arguments read: ``5`` or ``True`` as a number or a boolean,
-    ``["a"]`` as a list, ``null`` as null where null is allowed. A text keeps every character but the line break after
-    its opening tag and the one before its closing tag. The outer tag may be left out, and may hold several functions;
-    several of either are parallel calls.
+    Every value is a text that the types of the tool's arguments convert: ``5`` or ``True`` to a number or a boolean,
+    ``["a"]`` to a list, ``null`` to null where null is allowed. A text keeps every character except the line break
+    after its opening tag and the one before its closing tag. The outer tag is optional, and may hold several functions.
+    Several of either are parallel calls.
 
-    A value is not escaped. It ends at the closing tag that is followed by the next parameter or the end of the call,
-    so ``</parameter>`` and whole ``<parameter=a>1</parameter>`` inside it are part of it. Where a value holds other
-    tags of this format, so that its end cannot be told, the call is an error that the model is told, and nothing
-    behind it is executed. `write` refuses what could not be read back exactly. Nothing is repaired.
+    A value is not escaped. It ends at the closing tag that is followed by the next parameter or the end of the call. So
+    ``</parameter>`` and whole ``<parameter=a>1</parameter>`` inside it are part of it. If a value holds other tags of
+    this format, its end is ambiguous. The call is then reported to the model as an error, and nothing after it is
+    executed. `write` rejects values that could not be parsed back exactly. Nothing is repaired.
 
     Args:
         calls_in_thinking: whether calls between ``<think>`` and ``</think>`` are executed.
@@ -133,7 +133,7 @@ def _block(text: str, opening: re.Match[str]) -> CallBlock:
 
 
 def _arguments(text: str, position: int) -> tuple[dict[str, Any], int]:
-    """The arguments of the call whose function's tag ends at ``position``, and the end of the call."""
+    """Return the arguments of the call whose function tag ends at ``position``, and the end of the call."""
     arguments: dict[str, Any] = {}
     while True:
         if end := _END.match(text, position):

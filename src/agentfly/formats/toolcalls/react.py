@@ -1,4 +1,4 @@
-"""ReActFormat: a thought, an action and its input, each on a line of its own."""
+"""ReActFormat: a thought, an action and its input, each on a separate line."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ class ReActFormat(BlockFormat):
     """Calls as ``Action: tool`` and, on the next line, ``Action Input: …`` (Yao et al., 2022, "ReAct").
 
     * The input is a JSON object of the arguments, decoded from its first character to its last.
-    * For a tool with one argument, or with only one that must be given, it may be that argument as it stands, on one
-      line; one in double quotes is a JSON string. A text of several lines must be written as JSON.
-    * Such a text is read by the type of the tool's argument: ``5`` as a number where a number is wanted.
+    * For a tool with one argument, or with only one required argument, the input may be that argument on one line. In
+      double quotes it is a JSON string. A text of several lines must be written as JSON.
+    * The type of the tool's argument converts such a text: ``5`` becomes a number if a number is expected.
     * Labels may be numbered (``Action 1:``) or in bold (``**Action:**``).
     * A tool without arguments needs no input. Several actions are parallel calls. Lines after one that begins with
-      ``Observation:`` or ``Final Answer:`` are not read.
+      ``Observation:`` or ``Final Answer:`` are ignored.
 
-    What is recognisably a call but cannot be read is an error that the model is told. Nothing is repaired.
-    Observations go back as a user message that begins with ``Observation:``.
+    Text that is recognisably a call but cannot be parsed is reported to the model as an error. Nothing is repaired.
+    Observations return as a user message that begins with ``Observation:``.
 
     Args:
         calls_in_thinking: whether calls between ``<think>`` and ``</think>`` are executed.
@@ -79,7 +79,7 @@ class ReActFormat(BlockFormat):
         return "react"
 
     def instructions(self, tools: Sequence[ToolDescription]) -> str:
-        """How to call a tool, with the first one as the example, and the tools, one a line."""
+        """Explain calls, with the first tool as the example, and list the tools with one line each."""
         if not tools:
             return ""
         return "\n".join(
@@ -172,7 +172,7 @@ def _arguments(text: str, start: int, tool: ToolDescription | None) -> tuple[dic
 
 
 def _quoted(written: str) -> str | None:
-    """What a JSON string says; None for any other text."""
+    """Return the value of a JSON string; None for any other text."""
     if not written.startswith('"'):
         return None
     try:

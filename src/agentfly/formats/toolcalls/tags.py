@@ -40,26 +40,26 @@ _SPACE = re.compile(r"\s*")
 
 @dataclass(frozen=True)
 class TagsFormat(BlockFormat):
-    """Calls as a tag of the tool's name: ``<search>green eggs</search>``.
+    """Calls as a tag with the tool's name: ``<search>green eggs</search>``.
 
-    * For a tool with one argument, or with only one that must be given, the body is that argument: what stands between
-      the tags, without the line breaks at its ends and, if it is one line, without the blanks there.
+    * For a tool with one argument, or with only one required argument, the body is that argument: the text between the
+      tags, without line breaks at its ends and, if it is one line, without blanks there.
     * Several arguments are a JSON object in the body, decoded from its first character to its last, or attributes:
-      ``<search limit="3">green eggs</search>``. The value of an attribute is what stands between its quotes.
-    * Texts are read by the types of the tool's arguments: ``5`` as a number where a number is wanted.
-    * ``<look/>`` calls a tool without arguments. Several tags are parallel calls. Tags that are no tool's are text.
+      ``<search limit="3">green eggs</search>``. The value of an attribute is the text between its quotes.
+    * The types of the tool's arguments convert texts: ``5`` becomes a number if a number is expected.
+    * ``<look/>`` calls a tool without arguments. Several tags are parallel calls. Tags with other names are text.
 
-    A body that is no JSON is not escaped: where it holds tags of its own tool, so that its end cannot be told, it is an
-    error that the model is told, and nothing behind it is executed. Nothing is repaired. `write` makes JSON of what
-    could not be read back otherwise. Results go back as a user message in ``<result>``; what a model writes behind a
-    ``<result>`` of its own is not read.
+    A body that is not JSON is not escaped. If it contains tags of its own tool, its end is ambiguous. The call is then
+    reported to the model as an error, and nothing after it is executed. Nothing is repaired. `write` uses JSON for
+    values that could not be parsed back otherwise. Results return as a user message in ``<result>``. Text after a
+    ``<result>`` that the model wrote itself is ignored.
 
     Args:
         calls_in_thinking: whether calls between ``<think>`` and ``</think>`` are executed.
-        result_tag: the tag in which results go back.
+        result_tag: the tag of results.
 
     Raises:
-        ConfigError: ``result_tag`` is no name of a tag.
+        ConfigError: ``result_tag`` is not a valid tag name.
     """
 
     result_tag: str = "result"
@@ -75,7 +75,7 @@ class TagsFormat(BlockFormat):
         return "tags"
 
     def instructions(self, tools: Sequence[ToolDescription]) -> str:
-        """How each tool is called, one a line, with what it does."""
+        """List the tools with one line each: how to call it, and what it does."""
         if not tools:
             return ""
         return "\n".join(
@@ -125,7 +125,7 @@ def _block(text: str, opening: re.Match[str], known: ToolsByName) -> CallBlock |
 
 
 def _arguments(text: str, position: int, tool: ToolDescription) -> tuple[dict[str, Any], int]:
-    """The arguments of the call whose tag's name ends at ``position``, and the end of the call."""
+    """Return the arguments of the call whose tag name ends at ``position``, and the end of the call."""
     tag = _REST_OF_TAG.match(text, position)
     if tag is None:
         raise UnparsableCall("its tag is not closed by '>', or something else than name=\"value\" stands in it")

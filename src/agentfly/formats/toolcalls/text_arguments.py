@@ -50,10 +50,10 @@ def object_arguments(text: str, start: int, tool: ToolDescription | None) -> tup
 
 
 def single_text_argument(written: str, tool: ToolDescription | None) -> dict[str, Any]:
-    """The arguments where ``written`` is the one that stands without its name; that of an unknown tool is ``input``.
+    """Return the arguments for a single text without a name; for an unknown tool, the argument is ``input``.
 
     Raises:
-        Unreadable: the tool takes nothing, or several arguments.
+        UnparsableCall: the tool takes no argument, or several.
     """
     if tool is None:
         return {"input": written} if written else {}
@@ -73,7 +73,7 @@ def object_example(tool: ToolDescription) -> str:
 
 
 def argument_lines(tool: ToolDescription) -> Iterator[str]:
-    """What there is to say of a tool's arguments: a line for each that is more than a text that must be given."""
+    """Describe a tool's arguments: one line for each that is not simply a required text."""
     for argument in tool.schema.arguments:
         kind = tool.schema.type_of(argument.name)
         said = [kind if kind != "string" else "", "" if argument.required else "optional", argument.description]

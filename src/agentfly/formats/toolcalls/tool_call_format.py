@@ -50,7 +50,7 @@ class ToolDescription(Protocol):
 
     @property
     def description(self) -> str:
-        """What it does."""
+        """The tool's description."""
         ...
 
     @property

@@ -15,7 +15,7 @@ from agentfly.tasks.depot.tools import go, put, take
 
 
 def depot_agent(model: str | Path = "tiny-depot") -> Agent:
-    """An agent that recalls all that it has seen. It is told nothing of its tools: its model has met them."""
+    """Return an agent that sees its whole conversation. Its prompt describes no tools: the model knows them."""
     return Agent(
         model=model,
         tools=[go, take, put],
@@ -39,10 +39,10 @@ _SEEN = re.compile(r"You are in the (\w+)( with the)?")
 
 
 def oracle(tool_call_format: ToolCallFormat) -> Script:
-    """A script for `agentfly.policies.scripted.ScriptedPolicy` that reads the conversation as a model would.
+    """Return a script for `agentfly.policies.scripted.ScriptedPolicy` that reads the conversation as a model would.
 
     Args:
-        tool_call_format: that of the agent, ``agent.format``.
+        tool_call_format: the agent's format, ``agent.format``.
     """
 
     def play(conversation: str, turn: int) -> str:
@@ -55,12 +55,12 @@ def oracle(tool_call_format: ToolCallFormat) -> Script:
 
 
 def right_actions(item: str, place: str | None, goal: str, room: str) -> list[tuple[str, str]]:
-    """The actions, as tools with their argument, that bring an errand nearer to its end.
+    """Return the actions that bring an errand closer to its end, as pairs of tool and argument.
 
     Args:
-        item, goal: what is to be brought where.
-        place: the room where the item lies; None if it is in hand.
-        room: where one is.
+        item, goal: the item, and the room where it belongs.
+        place: the room where the item lies; None if the agent holds it.
+        room: the agent's room.
     """
     target = goal if place is None else place
     if room == target:

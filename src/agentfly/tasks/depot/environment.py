@@ -1,4 +1,4 @@
-"""The depot: four rooms, a thing that lies in one of them, and somebody who walks about. Knows nothing of agents."""
+"""The depot: four rooms, an item in one of them, and an agent that walks. It does not depend on agents of AgentFly."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Depot:
     """A depot with one thing in it, which can be carried. Each answer says all that there is to see."""
 
     def reset(self, start: str = "hall", item: str = "tea", place: str = "loft") -> None:
-        """Whoever walks about is in the room ``start`` with empty hands, and the item lies in the room ``place``."""
+        """Put the agent into the room ``start`` with empty hands, and the item into the room ``place``."""
         self.room = start
         self.item = item
         self.place: str | None = place
 
     def act(self, action: str, argument: str) -> tuple[str, dict[str, Any]]:
-        """Go, take or put; what is seen then, and the state that it comes to."""
+        """Go, take or put. Return the observation and the new state."""
         acts = {"go": self.go, "take": self.take, "put": self.put}
         return acts[action](argument), self.state()
 
@@ -54,7 +54,7 @@ class Depot:
         return self.look()
 
     def look(self) -> str:
-        """Where one is, and where the item is, if it is here or in hand."""
+        """Describe the agent's room, and the item if it is here or in hand."""
         seen = {None: f" with the {self.item}", self.room: f", and so is the {self.item}"}.get(self.place, "")
         return f"You are in the {self.room}{seen}."
 

@@ -28,12 +28,12 @@ def eval_tasks() -> list[Task]:
 
 
 def request(item: str, place: str, goal: str, start: str) -> str:
-    """How an errand is asked for."""
+    """Return the text of an errand."""
     return f"The {item} is in the {place}. Bring it to the {goal}. You are in the {start}."
 
 
 def _errands() -> list[tuple[int, Task]]:
-    """Each errand with a number that no part of it tells."""
+    """Return each errand with a number that does not follow from any single part of it."""
     errands = []
     for item, place, goal, start in itertools.product(ITEMS, ROOMS, ROOMS, ROOMS):
         if place == goal:

@@ -51,7 +51,7 @@ async def put(item: str, context: Context) -> ToolResult:
 
 
 async def _done(action: str, argument: str, context: Context) -> ToolResult:
-    """Act in the rollout's depot. The state that it comes to names the situation of the next turn (its anchor)."""
+    """Act in the rollout's depot. The new state is the anchor of the next turn."""
     depot = await context.acquire(DEPOT, prepare=enter)
     seen, state = await depot.act(action, argument)
     delivered = state["place"] == context.task["goal"]

@@ -14,7 +14,7 @@ from agentfly.tasks.stockroom.tools import NO_ORDER, RIGHT_ORDER, RIGHT_SHELF, c
 
 
 def hermes_agent(model: str | Path = "tiny") -> Agent:
-    """An agent whose model plays the Hermes format already. It is told nothing of its tools: it has met them."""
+    """Return an agent for a model that knows the Hermes format and these tools. Its prompt does not describe them."""
     return Agent(
         model=model,
         tools=[check, order],
@@ -35,7 +35,7 @@ def thoughtful_agent(model: str | Path = "smollm2-135m") -> Agent:
 
 
 def action_agent(model: str | Path = "smollm2-135m") -> Agent:
-    """An agent whose model is shown two played tasks, in plain text; for `train_tasks_with_examples`."""
+    """Return an agent whose prompt shows two solved tasks in plain text; for `train_tasks_with_examples`."""
     return Agent(
         model=model,
         tools=[check, order],
@@ -52,10 +52,10 @@ _LEVEL = re.compile(rf"\b({'|'.join(ORDERS)})<\|im_end\|>")
 
 
 def oracle(tool_call_format: ToolCallFormat) -> Script:
-    """A script for `agentfly.policies.scripted.ScriptedPolicy` that reads the conversation as a model would.
+    """Return a script for `agentfly.policies.scripted.ScriptedPolicy` that reads the conversation as a model would.
 
     Args:
-        tool_call_format: that of the agent, ``agent.format``.
+        tool_call_format: the agent's format, ``agent.format``.
     """
 
     def play(conversation: str, turn: int) -> str:

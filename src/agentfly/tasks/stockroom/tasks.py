@@ -102,7 +102,7 @@ def _held_out(item: str, level: str) -> bool:
 
 
 def _task(item: str, level: str, request: str) -> Task:
-    """A task, whose fields hold what only the sandbox and the reward may know."""
+    """Return a task. Its fields hold the data that only the sandbox and the reward may know."""
     name = f"{item}-{level}-{request}"
     chance = random.Random(name)  # the same in every process
     other = chance.choice([one for one in ITEMS if one != item])

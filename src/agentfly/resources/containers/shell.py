@@ -8,9 +8,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from agentfly.core.errors import SandboxFlooded
 from agentfly.resources.containers.command import Command, CommandOutcome, TimeLimit
+
+PRINT_STATE_SCRIPT = Path(__file__).with_name("print_state.sh")
+"""A bash function of both sessions. It prints the session's state, for the session that follows it."""
 
 
 class PendingCommand:

@@ -88,9 +88,8 @@ def _launcher_of_process(pid: int) -> Launcher | BubblewrapCapabilities:
 
 def _launcher_or_failure() -> Launcher | BubblewrapCapabilities:
     with _making:
-        return _launcher_of_process(
-            os.getpid()
-        )  # a forked child needs a launcher of its own, because it has none of its parent's threads
+        # a forked child needs a launcher of its own, because it has none of its parent's threads
+        return _launcher_of_process(os.getpid())
 
 
 def get_launcher() -> Launcher:

@@ -64,6 +64,7 @@ from agentfly.resources.containers.runtime_directory import (
 )
 from agentfly.resources.containers.sandbox_processes import PidNamespace, kill_with_children
 from agentfly.resources.containers.seccomp import filter_program
+from agentfly.resources.containers.shell import PRINT_STATE_SCRIPT
 from agentfly.resources.containers.spec import HOST_IMAGE, SHELL_MOUNT, ContainerSpec, SnapshotImage
 from agentfly.resources.process.cgroups import CgroupParent
 from agentfly.resources.process.ledger import REMOVE_DIRECTORY, CleanupRecord
@@ -194,7 +195,7 @@ class Launcher:
         self.uid = SANDBOX_UID if os.geteuid() == 0 else None  # the owner of the sandbox's files, if not this user
         self._found_program = self._program = program
         self._program_unreachable = False  # for the user that runs it, for example in the home directory of root
-        self._session = _SESSION.read_text()
+        self._session = _SESSION.read_text().replace("@PRINT_STATE@\n", PRINT_STATE_SCRIPT.read_text())
         self._filters = filters_calls()
         self._rootfs_builder: RootfsBuilder = BindRootfsBuilder()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agentfly-launcher")

@@ -55,25 +55,17 @@ __agentfly_connect() {
     esac
 }
 
-# Save the variables, functions and directory of a session that exits, for the next one. Bash's own variables are left
-# out, because some of them cannot be set. A late signal may end the session after it has received the next command, so
-# the number of that command is saved too.
+# Save the state of a session that exits, for the next one. A late signal may end the session after it has received the
+# next command, so the number of that command is saved too.
 __agentfly_keep() {
     builtin set +eux
-    local __agentfly_name
     {
         ((__agentfly_ran)) || [[ $__agentfly_id != 0* ]] || builtin echo "__agentfly_stale=$__agentfly_id"
-        for __agentfly_name in $(IFS=$' \n' builtin compgen -v); do
-            case $__agentfly_name in
-            __agentfly_* | BASH* | COMP_* | DIRSTACK | EPOCH* | EUID | FUNCNAME | GROUPS | HISTCMD | LINENO | OPTERR | \
-                PIPESTATUS | PPID | RANDOM | SECONDS | SHELLOPTS | SRANDOM | UID | _) ;;
-            *) builtin declare -p "$__agentfly_name" ;;
-            esac
-        done
-        builtin declare -f
-        builtin printf 'builtin cd -- %q\n' "$PWD"
+        __agentfly_print_state
     } >/tmp/.session 2>/dev/null || : >/tmp/.session
 }
+
+@PRINT_STATE@
 
 # After "set -m", each child has a process group of its own, so "kill 0" of a command reaches only that command.
 __agentfly_number=0

@@ -37,14 +37,14 @@ from agentfly.resources.containers.spec import SHELL_MOUNT, ContainerSpec
 from agentfly.resources.process.cgroups import CgroupParent, writable_cgroup_parent
 
 NAMESPACES_MISSING = "For full isolation, enable namespaces: see what bubblewrap lacks."
-_SEES = "it sees the host's processes and the names of its files"
+_SEES = "it sees the host's processes and file names"
 _SIGNALS = "it may end processes of the same user (Linux 6.12 forbids that)"
 _OWNER = "it may change permissions and times of the files of the user who started it"
 _SANDBOXES = "it may change permissions and times of the files of other sandboxes"
 _ITSELF = "a command may end the sandbox, and leave its rollout unscored, by 'kill -9 -1' or 'kill -9 $$'"
 _SOCKETS = "with network=True, it reaches every program that listens on the host"
 _DISK = (
-    "the number and the size of all its private files have no limit, though they may lie in memory; that of each has"
+    "the number and the total size of its private files have no limit, though they may be in memory; each file has one"
 )
 
 
@@ -69,7 +69,7 @@ class LandlockCapabilities(Capabilities):
             own_user: whether sandboxes run as a user of their own.
         """
         signals = () if version >= 6 else (_SIGNALS,)
-        weak = (_SEES, *signals, _SANDBOXES if own_user else _OWNER, _ITSELF, _SOCKETS, _DISK)
+        gaps = (_SEES, *signals, _SANDBOXES if own_user else _OWNER, _ITSELF, _SOCKETS, _DISK)
         return cls(
             available=True,
             description=f"by an ordinary user, confined by Landlock (version {version}), without namespaces",
@@ -81,7 +81,7 @@ class LandlockCapabilities(Capabilities):
             seccomp_filter=True,
             unaccounted_memory=unaccounted_memory(accounted=home is not None, filtered=True),
             freeze="cgroup" if home is not None and "freezer" in home.parents else "signal",
-            isolation_gaps=weak,
+            isolation_gaps=gaps,
             missing=(NAMESPACES_MISSING, *(() if home else (CGROUPS_MISSING,))),
         )
 

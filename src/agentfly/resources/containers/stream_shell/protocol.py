@@ -10,8 +10,9 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 
+from agentfly.resources.containers.shell import PRINT_STATE_SCRIPT
 from agentfly.resources.containers.spec import SHELL_MOUNT
 
 NO_INPUT = "/dev/null"
@@ -142,7 +143,10 @@ class ShellScripts:
             owner: the owner of the `owned` directories, as ``chown`` takes it; empty to leave it.
             owned: directories that a reset empties. Their owner is kept.
         """
-        session, new_process = self._source("open_files", "session"), self._source("open_files", "new_process")
+        session, new_process = (
+            self._source("print_state", "open_files", "session"),
+            self._source("open_files", "new_process"),
+        )
         arguments = (session, new_process, owner, "\n".join(owned), *drop)
         return f"set -- {shlex.join(arguments)}\n{self._source('server')}".encode("utf-8", "surrogateescape") + b"\0"
 
@@ -165,4 +169,5 @@ class ShellScripts:
 
 @cache
 def _text(name: str) -> str:
-    return files(__package__).joinpath(f"{name}.sh").read_text()
+    path = PRINT_STATE_SCRIPT if name == PRINT_STATE_SCRIPT.stem else Path(__file__).with_name(f"{name}.sh")
+    return path.read_text()

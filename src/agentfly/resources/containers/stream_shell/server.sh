@@ -103,28 +103,28 @@ empty() {
 }
 
 dispatch() {
-    local begin kind id slot holder known length data input old
+    local nonce kind id argument holder known length data input old
     local -A new_processes
     printf '@MARK@f %s %s\n' "$$" "$BASHPID" >&211
-    while IFS=' ' read -r -d '' -u 200 begin kind id slot holder input length known; do
-        [[ $begin == "@NONCE@" ]] || continue
+    while IFS=' ' read -r -d '' -u 200 nonce kind id argument holder input length known; do
+        [[ $nonce == "@NONCE@" ]] || continue
         data=
         ((length == 0)) || IFS= LC_ALL=C read -r -N "$length" -u 200 data || break
         case $kind in
-        i) printf '%b' "$data" >>"@DIRECTORY@/$slot.in" ;;
-        n) : >"@DIRECTORY@/$slot.in" ;;
+        i) printf '%b' "$data" >>"@DIRECTORY@/$argument.in" ;;
+        n) : >"@DIRECTORY@/$argument.in" ;;
         s)
             printf '%s' "$data" >@DIRECTORY@/0.sh
             printf '%s - %s %s %s\n' "$id" "$holder" "$input" "$known" >&202
             ;;
-        e) printf '%s %s %s /dev/null %s\n' "$id" "$slot" "$holder" "$known" >&202 ;;
+        e) printf '%s %s %s /dev/null %s\n' "$id" "$argument" "$holder" "$known" >&202 ;;
         p)
             for old in "${!new_processes[@]}"; do kill -0 "${new_processes[$old]}" || unset "new_processes[$old]"; done
-            printf '%s' "$data" >"@DIRECTORY@/$slot.sh"
+            printf '%s' "$data" >"@DIRECTORY@/$argument.sh"
             (
                 [[ $holder != 0 ]] || exec 213>&211 214>&212
                 exec 200<&- 202<&-
-                exec "${drop[@]}" /bin/bash @DIRECTORY@/@NONCE@-new-process "$id" "$slot" "$holder" "$input" "$known"
+                exec "${drop[@]}" /bin/bash @DIRECTORY@/@NONCE@-new-process "$id" "$argument" "$holder" "$input" "$known"
             ) &
             new_processes[$id]=$!
             ;;
@@ -132,10 +132,10 @@ dispatch() {
             kill -STOP "$id" # it must not run the command's next line; the next session must not read this request
             while read -r -t 0.001 -u 202; do :; done
             sweep "$id" "$id $known" "${holder#-}"
-            kill -"$slot" "$id"
+            kill -"$argument" "$id"
             kill -CONT "$id"
             # a signal just before bash blocks in "read" is handled only after it: an empty line ends that "read"
-            [[ $slot != TERM ]] || printf '\n' >&202
+            [[ $argument != TERM ]] || printf '\n' >&202
             ;;
         q)
             [[ ! ${new_processes[$id]} ]] ||

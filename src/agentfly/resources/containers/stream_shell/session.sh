@@ -2,22 +2,10 @@
 # of the agent, so the host trusts none of its reports. Each report begins with the mark. The scripts of commands are in
 # @DIRECTORY@. RUN_IN_SESSION stands for the script of this name.
 
-# Save the variables, functions and directory of a session that exits, for the next one. Bash's own variables are left
-# out, because some of them cannot be set.
+# Save the state of a session that exits, for the next one.
 __agentfly_keep() {
     builtin set +eux
-    builtin local __agentfly_name
-    {
-        for __agentfly_name in $(IFS=$' \n' builtin compgen -v); do
-            case $__agentfly_name in
-            __agentfly_* | BASH* | COMP_* | DIRSTACK | EPOCH* | EUID | FUNCNAME | GROUPS | HISTCMD | LINENO | OPTERR | \
-                PIPESTATUS | PPID | RANDOM | SECONDS | SHELLOPTS | SRANDOM | UID | _) ;;
-            *) builtin declare -p "$__agentfly_name" ;;
-            esac
-        done
-        builtin declare -f
-        builtin printf 'builtin cd -- %q\n' "$PWD"
-    } >@DIRECTORY@/@NONCE@-kept 2>/dev/null || : >@DIRECTORY@/@NONCE@-kept
+    __agentfly_print_state >@DIRECTORY@/@NONCE@-kept 2>/dev/null || : >@DIRECTORY@/@NONCE@-kept
 }
 
 # Report the end of a command on both outputs: its number, its exit code, whether other processes hold its outputs, how

@@ -172,7 +172,7 @@ async def test_what_users_do_wrong_is_told(serving: Any) -> None:
     with pytest.raises(UsageError, match="not open"):
         af.Gateway(ScriptedPolicy([])).open("r")
     async with serving([ANSWER], limits=af.GatewayLimits(max_open_rollouts=1)) as (gateway, _):
-        with pytest.raises(UsageError, match="no id of a rollout"):
+        with pytest.raises(UsageError, match="not a valid id of a rollout"):
             gateway.open("a/b")
         gateway.open("r")
         with pytest.raises(UsageError, match="open already"):

@@ -235,7 +235,7 @@ async def test_a_rollout_that_the_policy_did_not_spoil_or_had_no_part_in_has_no_
     assert (trajectory.finish_reason, trajectory.reward) == (FinishReason.FAILED, None)
     assert trajectory.failure is not None
     assert trajectory.failure.kind == ("NoModelCalls" if failure is None else "PolicyError")
-    assert trajectory.notes == ["The reward 1 does not count, because the policy is not to blame for the failure."]
+    assert trajectory.notes == ["The reward 1 does not count, because the policy did not cause the failure."]
 
 
 async def test_a_rollout_whose_last_call_nobody_waited_for_did_not_end_with_an_answer() -> None:

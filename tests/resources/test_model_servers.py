@@ -99,7 +99,7 @@ async def test_model_servers_keep_the_contract_of_resources() -> None:
 
 async def test_a_server_answers_prompts_of_text_and_of_ids() -> None:
     async with started() as server:
-        sample = await server.banned_ids([5, 6, 7], max_tokens=3)
+        sample = await server.sample([5, 6, 7], max_tokens=3)
         assert sample.ids == (8, 9, 10)
         assert len(sample.logprobs) == 3
         assert sample.finish_reason == "length"
@@ -123,7 +123,7 @@ async def test_a_server_can_be_a_judge() -> None:
 async def test_a_sample_that_lost_ids_on_its_way_is_refused() -> None:
     async with started("loses ids") as server:
         with pytest.raises(APIMalformed, match="counts 3 sampled tokens and sends 2 ids"):
-            await server.banned_ids([1], max_tokens=3)
+            await server.sample([1], max_tokens=3)
 
 
 async def test_nobody_without_the_key_is_answered() -> None:
@@ -251,13 +251,13 @@ async def test_a_server_that_hangs_is_killed_and_started_again() -> None:
 async def test_weights_and_adapters_are_there_again_after_a_restart_under_their_label() -> None:
     async with started(adapters=2) as server:
         await server.load_adapter("mine", "/adapters/mine")
-        await server.load_method("/weights/7")
+        await server.load_weights("/weights/7")
         await server.set_weight_version("seven")
         os.kill(before := await pid_of(server), signal.SIGKILL)
         assert await pid_of(server) != before
         assert await server.request("GET", "/weight_info") == {"weight_version": "seven", "weights": "/weights/7"}
         assert not await has_no_adapter(server)
-        assert (await server.banned_ids([1], max_tokens=2)).weight_versions == (WeightVersionSpan("seven", 0, 2),)
+        assert (await server.sample([1], max_tokens=2)).weight_versions == (WeightVersionSpan("seven", 0, 2),)
         await server.reset()
         assert (await server.request("GET", "/weight_info"))["weights"] is None
         assert await has_no_adapter(server)
@@ -266,7 +266,7 @@ async def test_weights_and_adapters_are_there_again_after_a_restart_under_their_
 async def test_weights_that_the_server_cannot_load_are_refused_with_its_words() -> None:
     async with started() as server:
         with pytest.raises(APIRefused, match="FileNotFoundError: it is not there"):
-            await server.load_method("/not/there")
+            await server.load_weights("/not/there")
         assert await server.status() is Status.HEALTHY
 
 

@@ -134,7 +134,7 @@ async def test_ids_come_back_with_the_log_probs_they_were_sampled_under(
     server: ModelServer, reference: Any, temperature: float
 ) -> None:
     samples = await asyncio.gather(
-        *(server.banned_ids(PROMPT, max_tokens=24, temperature=temperature, seed=seed) for seed in range(4))
+        *(server.sample(PROMPT, max_tokens=24, temperature=temperature, seed=seed) for seed in range(4))
     )
     assert len({sample.ids for sample in samples}) > 1
     for sample in samples:
@@ -145,7 +145,7 @@ async def test_ids_come_back_with_the_log_probs_they_were_sampled_under(
 
 
 async def test_the_most_likely_ids_are_those_of_transformers(server: ModelServer, reference: Any) -> None:
-    sample = await server.banned_ids(PROMPT, max_tokens=12, temperature=0)
+    sample = await server.sample(PROMPT, max_tokens=12, temperature=0)
     ids = torch.tensor([PROMPT])
     for _ in range(12):
         with torch.no_grad():
@@ -154,9 +154,9 @@ async def test_the_most_likely_ids_are_those_of_transformers(server: ModelServer
 
 
 async def test_only_stop_ids_end_a_sample_and_the_one_that_did_is_in_it(server: ModelServer) -> None:
-    plain = await server.banned_ids(PROMPT, max_tokens=64, seed=5)
+    plain = await server.sample(PROMPT, max_tokens=64, seed=5)
     stop = plain.ids[9]
-    stopped = await server.banned_ids(PROMPT, max_tokens=64, seed=5, stop_ids=[stop])
+    stopped = await server.sample(PROMPT, max_tokens=64, seed=5, stop_ids=[stop])
     first = plain.ids.index(stop)
     assert stopped.ids == plain.ids[: first + 1]
     assert stopped.finish_reason == "stop"
@@ -164,7 +164,7 @@ async def test_only_stop_ids_end_a_sample_and_the_one_that_did_is_in_it(server: 
 
 async def test_a_prompt_that_is_too_long_is_refused(server: ModelServer) -> None:
     with pytest.raises(APIRefused, match="1024"):
-        await server.banned_ids([5] * 2000, max_tokens=1)
+        await server.sample([5] * 2000, max_tokens=1)
 
 
 async def test_every_path_needs_the_key(server: ModelServer) -> None:
@@ -184,7 +184,7 @@ async def test_a_cancelled_sample_is_given_up_by_the_server_too(server: ModelSer
             lines = (await client.get("/metrics")).text.splitlines()
             return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
 
-        tasks = [asyncio.create_task(server.banned_ids(PROMPT, max_tokens=1000, seed=seed)) for seed in range(8)]
+        tasks = [asyncio.create_task(server.sample(PROMPT, max_tokens=1000, seed=seed)) for seed in range(8)]
         async with asyncio.timeout(60):
             while await running() < 8:
                 assert not any(task.done() for task in tasks)
@@ -201,13 +201,13 @@ async def test_an_adapter_is_sampled_from_until_a_reset(
 ) -> None:
     path, merged = adapter
     await server.load_adapter("mine", path)
-    sample = await server.banned_ids(PROMPT, max_tokens=24, seed=1, adapter="mine")
+    sample = await server.sample(PROMPT, max_tokens=24, seed=1, adapter="mine")
     with_it, without = logprobs_of(merged, PROMPT, sample.ids), logprobs_of(reference, PROMPT, sample.ids)
     assert sample.logprobs == pytest.approx(with_it, abs=CLOSE)
     assert sample.logprobs != pytest.approx(without, abs=CLOSE)
     await server.reset()
     with pytest.raises(APIRefused, match="mine"):
-        await server.banned_ids(PROMPT, max_tokens=1, adapter="mine")
+        await server.sample(PROMPT, max_tokens=1, adapter="mine")
     assert await server.status() is Status.HEALTHY
 
 
@@ -217,10 +217,10 @@ async def test_when_the_engine_is_killed_the_server_is_there_again_with_its_weig
     path, merged = adapter
     reference.save_pretrained(tmp_path)
     await server.load_adapter("mine", path)
-    await server.load_method(tmp_path)
+    await server.load_weights(tmp_path)
     await server.set_weight_version("mine")
     address = server.base_url
-    asking = asyncio.create_task(server.banned_ids(PROMPT, max_tokens=300, adapter="mine"))
+    asking = asyncio.create_task(server.sample(PROMPT, max_tokens=300, adapter="mine"))
     await asyncio.sleep(0.1)
     assert not asking.done()
     engine_of(server).send_signal(signal.SIGKILL)
@@ -264,7 +264,7 @@ async def test_two_servers_at_once_and_nothing_of_them_once_they_are_released(
     other = ModelServer(vllm_spec(), "other")
     await other.start()
     assert other.base_url != server.base_url
-    samples = await asyncio.gather(*(one.banned_ids(PROMPT, max_tokens=8, temperature=0) for one in (server, other)))
+    samples = await asyncio.gather(*(one.sample(PROMPT, max_tokens=8, temperature=0) for one in (server, other)))
     assert samples[0].ids == samples[1].ids
     for one in (server, other):
         pids = processes_of_directory(Path(one.traces["directory"]))

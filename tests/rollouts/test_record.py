@@ -180,7 +180,7 @@ async def test_what_is_there_is_not_written_over_and_is_not_gone_on_with_by_chan
     with pytest.raises(ConfigError, match="already holds rollouts"):
         await roll(tmp_path / "run")
     file_of(tmp_path / "run").with_suffix(".settings.json").unlink()
-    with pytest.raises(ConfigError, match="it is not known what they were made with"):
+    with pytest.raises(ConfigError, match="settings of its rollouts are not known"):
         await roll(tmp_path / "run", resume=True)
     with pytest.raises(ConfigError, match="resume=True needs run_dir"):
         await roll(None, resume=True)

@@ -22,31 +22,31 @@ HARNESS_KEY_REQUIRED = "Only the harness may do this, by the gateway's own key: 
 
 
 def new_key() -> str:
-    """A key that nobody can guess."""
+    """Return a random key of 256 bits."""
     return secrets.token_urlsafe(32)
 
 
 def is_key(text: str) -> bool:
-    """Whether a text can be sent as a key: visible ASCII characters, and at least one."""
+    """Return whether a text can be sent as a key: one or more visible ASCII characters."""
     return bool(text) and all("!" <= character <= "~" for character in text)
 
 
 def bearer_token(authorization: Sequence[str]) -> str:
-    """The key in a request's ``Authorization`` headers; empty where there is none."""
+    """Return the key in a request's ``Authorization`` headers; empty if there is none."""
     scheme, _, key = authorization[0].partition(" ") if len(authorization) == 1 else ("", "", "")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def is_same_key(presented: str, key: str) -> bool:
-    """Whether a key is the right one, found in a time that tells nothing of it."""
+    """Return whether two keys are equal, in a time that does not depend on where they differ."""
     return hmac.compare_digest(presented.encode(errors="replace"), key.encode())
 
 
 def require_known_host(hosts: Sequence[str], known: Iterable[str]) -> None:
-    """Refuse a request that names a host which is neither an address, nor this machine, nor among ``known``.
+    """Check the ``Host`` headers of a request: an address, this machine, or one of the ``known`` names.
 
     Raises:
-        RequestError: it does, or it names none or several.
+        RequestError: the host is another one, or there is not exactly one header.
     """
     if len(hosts) != 1:
         raise RequestError("The request needs exactly one Host header.", status=403, code="unknown_host")
@@ -61,14 +61,14 @@ def require_known_host(hosts: Sequence[str], known: Iterable[str]) -> None:
 
 
 def require_no_foreign_origin(origins: Sequence[str], hosts: Sequence[str]) -> None:
-    """Refuse the request of a web page that the gateway has not sent.
+    """Check that a request does not come from a web page of another origin.
 
     Raises:
-        RequestError: it is one.
+        RequestError: it does.
     """
     for origin in origins:
-        _, _, place = origin.partition("://")
-        if not place or place.lower() != hosts[0].lower():
+        _, _, host = origin.partition("://")
+        if not host or host.lower() != hosts[0].lower():
             raise RequestError(
                 f"Web pages may not call the gateway; this request is one of {origin[:200]!r}.",
                 status=403,
@@ -77,7 +77,7 @@ def require_no_foreign_origin(origins: Sequence[str], hosts: Sequence[str]) -> N
 
 
 def host_name(host: str) -> str:
-    """The name in a ``Host`` header, without the port."""
+    """Return the name in a ``Host`` header, without the port."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].rstrip(".").lower()

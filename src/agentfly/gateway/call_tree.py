@@ -282,7 +282,7 @@ class CallTracker:
         elif self.refusal:
             reason = f"Its last call was refused: {self.refusal:.500}"
         else:
-            reason = "It made no call: was it told the base URL and the key of its rollout?"
+            reason = "It made no call. Check that it has the base URL and the key of its rollout."
         message = f"No call of the program was answered, so the model had no part in the rollout. {reason}"
         return Failure(Boundary.USAGE, "NoModelCalls", message, by_policy=False)
 

@@ -13,8 +13,8 @@ import hashlib
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Annotated, Any, Self
 
 from aiohttp import HttpVersion11, hdrs, web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -33,23 +33,21 @@ from agentfly.gateway.auth import (
 from agentfly.gateway.call_tree import ModelCall, ProgramAPI, ProgramCall, ProgramResponse
 from agentfly.gateway.limits import RequestError
 from agentfly.gateway.model_request import RolloutSampling
+from agentfly.gateway.rollout_registry import RolloutRegistry
 from agentfly.gateway.session import ProgramSession
-
-if TYPE_CHECKING:
-    from agentfly.gateway.gateway import Gateway
 
 
 class HarnessRequest(BaseModel):
-    """The body of a request of the harness. A number is a number of JSON, and neither a text nor ``true``."""
+    """The body of a request of the harness. Numbers must be JSON numbers, not strings or ``true``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
     @classmethod
     def read(cls, body: bytes) -> Self:
-        """A request from the body that was sent.
+        """Parse the body of a request.
 
         Raises:
-            RequestError: it is none.
+            RequestError: it is invalid.
         """
         try:
             return cls.model_validate_json(body or b"{}")
@@ -58,7 +56,7 @@ class HarnessRequest(BaseModel):
 
 
 class SamplingFields(BaseModel):
-    """What `RolloutSampling` has."""
+    """The fields of `RolloutSampling`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
@@ -69,22 +67,22 @@ class SamplingFields(BaseModel):
 
 
 class OpenRolloutRequest(HarnessRequest):
-    """A rollout that is to begin."""
+    """A request to open a rollout."""
 
     rollout_id: str
     sampling: SamplingFields | None = None
 
     def rollout_sampling(self) -> RolloutSampling | None:
-        """How the model samples in it, if the request says so.
+        """Return the requested sampling of the rollout, or None.
 
         Raises:
-            ConfigError: a parameter cannot be.
+            ConfigError: a parameter is out of its range.
         """
         return None if self.sampling is None else RolloutSampling(**self.sampling.model_dump())
 
 
 class FinishRolloutRequest(HarnessRequest):
-    """What a harness says of a rollout when it is over."""
+    """A request to finish a rollout; see `RolloutRegistry.finish`."""
 
     reward: float | None = None
     task: str | dict[str, Any] | None = None
@@ -99,41 +97,63 @@ logger = logging.getLogger(__name__)
 RequestHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 STREAM_HEADER_DELAY_S = 1.0
-"""Seconds in which a stream may still fail with a status of its own, before its header is sent."""
+"""Seconds before the header of a stream is sent. An earlier failure still gets an HTTP status of its own."""
 
 KEEPALIVE_S = 10.0
-"""Seconds between signs of life in a stream that waits for the model."""
+"""Seconds between comments that keep a waiting stream alive."""
 
 STOP_S = 5.0
-"""Seconds that connections get to close when the gateway does."""
+"""Seconds that connections have to close when the gateway closes."""
 
 OVERRIDDEN_HEADER = "AgentFly-Replaced-Parameters"
-"""The header of an answer that names the parameters of sampling which the program asked for and did not get."""
+"""Response header with the sampling parameters that the program requested and did not get."""
 
 
 KEPT_ANSWERS, KEPT_BYTES = 32, 64 << 20
-"""How many trajectories of rollouts that were finished last, and bytes of them, are kept for harnesses to ask again."""
+"""How many of the last finished trajectories, and bytes of them, are kept for repeated requests of harnesses."""
 
 AnsweredCall = tuple[ModelCall, ProgramResponse, Mapping[str, str]]
 
 
 class GatewayHTTPServer:
-    """Serves a gateway's routes.
+    """Serves the routes of a gateway.
 
-    A program that hangs up cancels what answers it, and so the generation.
+    A program that disconnects cancels its request, and so the generation.
+
+    Args:
+        registry: the rollouts.
+        apis: the APIs that programs use.
+        host, port: the address to listen at; port 0 for any free one.
+        key: the harness's key.
+        model: the name under which the model is listed.
+        known_hosts: host names that requests may use, besides addresses and ``localhost``.
     """
 
-    def __init__(self, gateway: Gateway, apis: Sequence[ProgramAPI]) -> None:
-        self._gateway = gateway
-        self._telling = asyncio.Lock()
+    def __init__(
+        self,
+        registry: RolloutRegistry,
+        apis: Sequence[ProgramAPI],
+        *,
+        host: str,
+        port: int,
+        key: str,
+        model: str,
+        known_hosts: Collection[str],
+    ) -> None:
+        self._registry = registry
+        self._address = host, port
+        self._key = key
+        self._model = model
+        self._known_hosts = known_hosts
+        self._notifying = asyncio.Lock()
         self._finished: OrderedDict[str, tuple[bytes, asyncio.Task[str]]] = OrderedDict()
-        self._nobodys_key = new_key()
-        app = web.Application(client_max_size=gateway.limits.max_body_bytes, middlewares=[self._guarded])
+        self._unused_key = new_key()  # compared with if there is no right key, so that timing reveals nothing
+        app = web.Application(client_max_size=registry.limits.max_body_bytes, middlewares=[self._guarded])
         rollout = "/rollouts/{rollout}"
         calls = ["/models", *(api.path for api in apis)]
         routes = [
             web.get("/health", self._health),
-            *(web.route("*", base + call, self._nowhere) for base in ("", "/v1") for call in calls),
+            *(web.route("*", base + call, self._without_rollout) for base in ("", "/v1") for call in calls),
             web.get(f"{rollout}/v1/models", self._models),
             *(web.post(f"{rollout}/v1{api.path}", functools.partial(self._answer, api)) for api in apis),
             web.post("/rollouts", self._open),
@@ -150,9 +170,9 @@ class GatewayHTTPServer:
         )
 
     async def start(self) -> int:
-        """Listen, and give the port."""
+        """Start to listen. Return the port."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._gateway.host, self._gateway.port)
+        site = web.TCPSite(self._runner, *self._address)
         await site.start()
         port: int = self._runner.addresses[0][1]
         return port
@@ -165,19 +185,19 @@ class GatewayHTTPServer:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: RequestHandler) -> web.StreamResponse:
-        """Let in who may come in, and tell what went wrong as OpenAI does."""
+        """Check the host and origin of a request, and report errors in OpenAI's format."""
         try:
             hosts = request.headers.getall(hdrs.HOST, [])
-            require_known_host(hosts, self._gateway.allowed_hosts)
+            require_known_host(hosts, self._known_hosts)
             require_no_foreign_origin(request.headers.getall(hdrs.ORIGIN, []), hosts)
             return await handler(request)
         except web.HTTPRequestEntityTooLarge:
-            limit = self._gateway.limits.max_body_bytes
+            limit = self._registry.limits.max_body_bytes
             refusal = RequestError(f"The body is longer than {limit} bytes (max_body_bytes).", status=413)
         except web.HTTPException as error:
             refusal = RequestError(f"{request.method} {request.path}: {error.reason}. {_CALLS}", status=error.status)
         except ConnectionError:
-            return web.Response(status=499)  # to nobody: the program has hung up
+            return web.Response(status=499)  # not received: the program has disconnected
         except Exception as error:
             refusal = RequestError.from_exception(error)
             if refusal.status >= 500:
@@ -185,23 +205,23 @@ class GatewayHTTPServer:
         return web.json_response(refusal.to_json(), status=refusal.status)
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"status": "ok", "policy_version": self._gateway.policy.version})
+        return web.json_response({"status": "ok", "policy_version": self._registry.policy.version})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._program(request)
-        model = {"id": self._gateway.model, "object": "model", "created": 0, "owned_by": "agentfly"}
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "agentfly"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _nowhere(self, request: web.Request) -> web.StreamResponse:
-        """Tell a program that was given the gateway's root in place of a rollout's address."""
+    async def _without_rollout(self, request: web.Request) -> web.StreamResponse:
+        """Refuse a program that uses the gateway's root instead of a rollout's address."""
         raise RequestError(
-            f"{request.method} {request.path}: no rollout is named, and the gateway records each call with its "
-            f"rollout. Give the program the base URL and the key of one: {self._gateway.url}/rollouts/ID/v1",
+            f"{request.method} {request.path}: the URL names no rollout, and the gateway records each call with its "
+            f"rollout. Give the program the base URL and the key of one: {self._registry.url}/rollouts/ID/v1",
             status=404,
         )
 
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
-        """Refuse a path or a method that there is not."""
+        """Refuse an unknown path or method."""
         methods = {method for one in request.app.router.resources() for method in (await one.resolve(request))[1]}
         allowed = methods - {hdrs.METH_ANY}
         raise web.HTTPMethodNotAllowed(request.method, allowed) if allowed else web.HTTPNotFound
@@ -209,7 +229,7 @@ class GatewayHTTPServer:
     async def _open(self, request: web.Request) -> web.StreamResponse:
         self._require_harness(request)
         asked = OpenRolloutRequest.read(await self._body(request))
-        endpoint = self._gateway.open(asked.rollout_id, sampling=asked.rollout_sampling())
+        endpoint = self._registry.open(asked.rollout_id, sampling=asked.rollout_sampling())
         return web.json_response(endpoint.to_json(), status=201)
 
     async def _trajectory(self, request: web.Request) -> web.StreamResponse:
@@ -220,76 +240,76 @@ class GatewayHTTPServer:
     async def _discard(self, request: web.Request) -> web.StreamResponse:
         self._require_harness(request)
         self._found(request)
-        self._gateway.discard(request.match_info["rollout"])
+        self._registry.discard(request.match_info["rollout"])
         return web.Response(status=204)
 
     async def _finish(self, request: web.Request) -> web.StreamResponse:
-        """End a rollout. The same request once more is answered by the same trajectory, as long as that is kept."""
+        """End a rollout. A repeated request gets the same trajectory, as long as it is kept."""
         self._require_harness(request)
         rollout_id, body = request.match_info["rollout"], await self._body(request)
-        if self._gateway.is_over(rollout_id):
+        if self._registry.is_over(rollout_id):
             answer = self._finished_before(rollout_id, body)
         else:
-            answer = asyncio.create_task(self._told(self._end(rollout_id, FinishRolloutRequest.read(body))))
+            answer = asyncio.create_task(self._notified(self._end(rollout_id, FinishRolloutRequest.read(body))))
             self._finished[rollout_id] = (hashlib.sha256(body).digest(), answer)
-            answer.add_done_callback(lambda _: self._forget_old())
-        return web.json_response(text=await asyncio.shield(answer))  # it is told also where the harness hangs up
+            answer.add_done_callback(lambda _: self._drop_old())
+        return web.json_response(text=await asyncio.shield(answer))  # on_finish runs even if the harness disconnects
 
-    def _end(self, rollout_id: str, said: FinishRolloutRequest) -> Trajectory:
+    def _end(self, rollout_id: str, asked: FinishRolloutRequest) -> Trajectory:
         failure = None
-        if said.error is not None:
-            failure = Failure(Boundary.USAGE, "ProgramFailed", said.error, by_policy=False)
-        return self._gateway.finish(
+        if asked.error is not None:
+            failure = Failure(Boundary.USAGE, "ProgramFailed", asked.error, by_policy=False)
+        return self._registry.finish(
             rollout_id,
-            task=said.task,
-            reward=said.reward,
-            group_id=said.group_id,
-            attempt=said.attempt,
-            metrics=said.metrics,
+            task=asked.task,
+            reward=asked.reward,
+            group_id=asked.group_id,
+            attempt=asked.attempt,
+            metrics=asked.metrics,
             error=failure,
-            tell=False,
+            notify=False,
         )
 
     def _finished_before(self, rollout_id: str, body: bytes) -> asyncio.Task[str]:
-        """What a rollout's end is answered by once more.
+        """Return the answer to a repeated request to finish a rollout.
 
         Raises:
-            RequestError: it was asked for by another request, or the answer is kept no longer.
+            RequestError: the request differs from the first one, or the answer is no longer kept.
         """
         asked, answer = self._finished.get(rollout_id, (b"", None))
         if answer is None:
-            told = (
+            reason = (
                 f"Its trajectory is not kept: it was finished elsewhere, discarded, or before the last {KEPT_ANSWERS}."
             )
         elif asked != hashlib.sha256(body).digest():
-            told = "This request says something else than the one that finished it. Send that to have the trajectory."
+            reason = "This request differs from the one that finished it. Send that one to get the trajectory."
         else:
             return answer
-        raise RequestError(f"The rollout {rollout_id!r} is finished already. {told}", status=409, code="finished")
+        raise RequestError(f"The rollout {rollout_id!r} is finished already. {reason}", status=409, code="finished")
 
-    def _forget_old(self) -> None:
-        """Keep the last answers to harnesses, within their bounds. One that is not there yet is not forgotten."""
+    def _drop_old(self) -> None:
+        """Drop the oldest answers to harnesses beyond the bounds. An answer that is not ready yet is kept."""
         there = [rollout_id for rollout_id, (_, answer) in self._finished.items() if answer.done()]
         size = sum(_size(self._finished[rollout_id][1]) for rollout_id in there)
         while there and (len(there) > KEPT_ANSWERS or (size > KEPT_BYTES and len(there) > 1)):
             _, answer = self._finished.pop(there.pop(0))
             size -= _size(answer)
 
-    async def _told(self, trajectory: Trajectory) -> str:
-        """A trajectory as JSON, once ``on_finish`` has been told of it."""
-        async with self._telling:
-            await run_in_thread_to_completion(lambda: self._gateway.notify_finished(trajectory))
+    async def _notified(self, trajectory: Trajectory) -> str:
+        """Call ``on_finish`` with a trajectory, and return it as JSON."""
+        async with self._notifying:
+            await run_in_thread_to_completion(lambda: self._registry.notify_finished(trajectory))
         return await run_in_thread(lambda: json.dumps(trajectory.to_json()))
 
     async def _answer(self, api: ProgramAPI, request: web.Request) -> web.StreamResponse:
         """Answer a call of a program."""
         session = self._program(request)
         length = request.content_length
-        size = self._gateway.limits.max_body_bytes if length is None else length
-        with session.call(min(size, self._gateway.limits.max_body_bytes)):
+        size = self._registry.limits.max_body_bytes if length is None else length
+        with session.call(min(size, self._registry.limits.max_body_bytes)):
             body = await self._body(request)
             call, name = await session.decode(functools.partial(_read, api, body), size=len(body))
-            del body  # it may be long, and the answer may take long
+            del body  # frees memory: it may be large, and the answer may take long
             answering = asyncio.ensure_future(_answered(session, call, name))
             seen: list[bool] = []
             try:
@@ -310,7 +330,7 @@ class GatewayHTTPServer:
     async def _streamed(
         self, request: web.Request, call: ProgramCall, answering: asyncio.Future[AnsweredCall], seen: list[bool]
     ) -> web.StreamResponse:
-        """Send the answer, or why there is none, as a stream, all but its end. ``seen`` is filled once some is sent."""
+        """Send the answer or an error as a stream, except its end. ``seen`` is filled once a part is sent."""
         await asyncio.wait({answering}, timeout=STREAM_HEADER_DELAY_S)
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         if answering.done():
@@ -331,57 +351,57 @@ class GatewayHTTPServer:
         return response
 
     async def _body(self, request: web.Request) -> bytes:
-        """The body of a request.
+        """Return the body of a request.
 
         Raises:
             RequestError: it is compressed, or does not arrive in time.
         """
         if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() not in ("", "identity"):
             raise RequestError("The body is compressed. Send it as it is.", status=415)
-        seconds = self._gateway.limits.max_body_seconds
+        seconds = self._registry.limits.max_body_seconds
         try:
             async with asyncio.timeout(seconds):
                 return await request.read()
         except TimeoutError:
-            told = f"The body has not arrived within {seconds:g} seconds (max_body_seconds)."
-            raise RequestError(told, status=408) from None
+            reason = f"The body has not arrived within {seconds:g} seconds (max_body_seconds)."
+            raise RequestError(reason, status=408) from None
 
     def _require_harness(self, request: web.Request) -> None:
-        """Let in the harness alone.
+        """Check that a request has the harness's key.
 
         Raises:
-            RequestError: it is not the harness.
+            RequestError: it has not.
         """
         key = bearer_token(request.headers.getall(hdrs.AUTHORIZATION, []))
-        if is_same_key(key, self._gateway.key):
+        if is_same_key(key, self._key):
             return
-        its_own = self._gateway.key_of(request.match_info.get("rollout", "")) or self._nobodys_key
-        if is_same_key(key, its_own):
-            told = f"This key is good for calls of the model in its rollout alone. {HARNESS_KEY_REQUIRED}"
-            raise RequestError(told, status=403, code="harness_only")
+        programs_key = self._registry.key_of(request.match_info.get("rollout", "")) or self._unused_key
+        if is_same_key(key, programs_key):
+            reason = f"This key only allows model calls in its rollout. {HARNESS_KEY_REQUIRED}"
+            raise RequestError(reason, status=403, code="harness_only")
         raise RequestError(f"The key is missing or wrong. {HARNESS_KEY_REQUIRED}", status=401, code="invalid_api_key")
 
     def _program(self, request: web.Request) -> ProgramSession:
-        """The rollout whose program a request comes from.
+        """Return the session of the rollout whose program sent a request.
 
         Raises:
-            RequestError: the key is not that of the rollout, or this is over.
+            RequestError: the key is not the rollout's key, or the rollout is finished.
         """
         rollout_id = request.match_info["rollout"]
         key = bearer_token(request.headers.getall(hdrs.AUTHORIZATION, []))
-        if not is_same_key(key, self._gateway.key_of(rollout_id) or self._nobodys_key):
+        if not is_same_key(key, self._registry.key_of(rollout_id) or self._unused_key):
             raise RequestError(
-                "The API key is missing, or is not that of this rollout. Whoever opens the rollout is told it.",
+                "The API key is missing, or is not the key of this rollout. Opening the rollout returns its key.",
                 status=401,
                 code="invalid_api_key",
             )
-        if self._gateway.is_over(rollout_id):
+        if self._registry.is_over(rollout_id):
             raise RequestError(f"The rollout {rollout_id!r} is finished.", status=409, code="finished")
-        return self._gateway.session(rollout_id)
+        return self._registry.session(rollout_id)
 
     def _found(self, request: web.Request) -> ProgramSession:
         try:
-            return self._gateway.session(request.match_info["rollout"])
+            return self._registry.session(request.match_info["rollout"])
         except UsageError as error:
             raise RequestError(str(error), status=404) from None
 
@@ -391,28 +411,28 @@ def _size(answer: asyncio.Task[str]) -> int:
 
 
 async def _answered(session: ProgramSession, call: ProgramCall, name: bytes) -> AnsweredCall:
-    """The answer to a call, as it was at the moment when it was there, with the headers that go with it."""
+    """Return the model call that answers a request, the response and its headers."""
     try:
-        exchange = session.undelivered_answer(name) or await session.answer(call.request)
-    except ConnectionError as error:  # of the policy, and not of the program's connection
+        model_call = session.undelivered_answer(name) or await session.answer(call.request)
+    except ConnectionError as error:  # of the policy, not of the program's connection
         raise RequestError(describe_error(error), status=500) from error
-    assert exchange.pending is not None
-    replaced = exchange.pending.sampling.replaced
+    assert model_call.pending is not None
+    replaced = model_call.pending.sampling.replaced
     headers = {OVERRIDDEN_HEADER: ", ".join(sorted(replaced))} if replaced else {}
-    return exchange, call.reply(exchange.pending), headers
+    return model_call, call.reply(model_call.pending), headers
 
 
 def _read(api: ProgramAPI, body: bytes) -> tuple[ProgramCall, bytes]:
-    """A request and a name for it, with all that takes long done."""
+    """Parse a request. Return it with a hash of its body, which identifies repetitions."""
     call = api.read(body)
-    _ = call.request.hashes, call.request.size
+    _ = call.request.hashes, call.request.size  # computed here, on the thread
     return call, hashlib.sha256(body).digest()
 
 
 async def _handle_disconnect(
     answering: asyncio.Future[AnsweredCall], session: ProgramSession, name: bytes, *, seen_in_part: bool
 ) -> None:
-    """The program is gone: abort what is sampled for it, and keep what was."""
+    """Abort the running generation of a program that has disconnected, or keep its finished answer."""
     answering.cancel()
     with contextlib.suppress(Exception, asyncio.CancelledError):
         session.mark_undelivered((await answering)[0], name, seen_in_part=seen_in_part)

@@ -26,8 +26,8 @@ class RequestError(Exception):
 
     Attributes:
         status: the HTTP status.
-        code: what programs tell errors apart by.
-        param: the parameter that is to blame.
+        code: identifies the kind of error for programs.
+        param: the invalid parameter.
     """
 
     def __init__(self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> None:
@@ -38,7 +38,7 @@ class RequestError(Exception):
 
     @classmethod
     def from_exception(cls, error: Exception) -> RequestError:
-        """What a program is told of a failure. One that the machine is to blame for is a 500, which clients retry."""
+        """Convert a failure to the error for the program. Failures of the machine get status 500, so clients retry."""
         if isinstance(error, RequestError):
             return error
         if isinstance(error, PromptTooLong):
@@ -46,53 +46,53 @@ class RequestError(Exception):
         if isinstance(error, UsageError):
             return cls(str(error))
         if isinstance(error, UnicodeError):
-            return cls(f"The conversation holds characters that are no text: {error}.", param="messages")
+            return cls(f"The conversation holds invalid characters: {error}.", param="messages")
         return cls(str(error) if isinstance(error, AgentFlyError) else describe_error(error), status=500)
 
     @classmethod
     def from_validation_error(cls, error: ValidationError) -> RequestError:
-        """What is told of a body that is not what it should be."""
+        """Convert the first error of an invalid body."""
         problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
         param = ".".join(map(str, problem["loc"]))[:200] or None
         return cls(f"{param or 'The body'}: {problem['msg']:.500}.", param=param)
 
     def to_json(self) -> dict[str, Any]:
-        """The error as OpenAI writes one."""
+        """Return the error in OpenAI's format."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        message = truncate_middle(str(self), MESSAGE_CHARS)  # what was refused may be long, and part of the message
+        message = truncate_middle(str(self), MESSAGE_CHARS)  # the message may quote a long value
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
 
 CHARS_PER_TOKEN = 16
-"""A conversation of more characters than this for each token of the model's context is not even tokenized."""
+"""A conversation with more characters per token of the model's context than this is refused without tokenizing it."""
 
 MAX_DEPTH = 64
-"""Values in a request that lie deeper in one another than this are refused."""
+"""Maximum nesting depth of values in a request."""
 
 
 @dataclass(frozen=True)
 class GatewayLimits:
-    """Bounds on what programs can ask of the gateway. What exceeds one is refused with the name of the limit.
+    """Limits of programs. A request that exceeds one is refused, and the error names the limit.
 
-    Together they bound the time that a request can hold up the event loop. What takes longer than milliseconds is done
-    on a thread, for one request of a rollout at a time.
+    Together they bound the time for which a request can block the event loop. Work of more than milliseconds runs on a
+    thread, for one request of a rollout at a time.
 
     Attributes:
-        max_open_rollouts: rollouts that may be open at a time.
-        max_body_bytes: length of a request. It holds for what the harness sends, too.
-        max_body_seconds: time in which a request must have arrived, from its header on.
-        max_json_marks: commas, brackets and braces in a request, those in texts included. They bound the number of its
-            values, and so the time that it takes to read.
-        max_messages: messages in a request.
-        max_text_chars: characters of all texts in a request, images not counted; None for 16 a token of the model's
-            context.
-        max_concurrent_calls: calls of a rollout that may be answered at a time.
-        max_pending_bytes: length of all requests of a rollout that are being answered.
-        max_calls: calls of a rollout that are answered in all. The rollout then ends as ``max_turns``.
-        max_record_bytes: memory that the record of a rollout takes, about. The rollout then ends as ``max_turns``, too.
+        max_open_rollouts: maximum number of open rollouts.
+        max_body_bytes: maximum length of a request, of the harness or a program.
+        max_body_seconds: time in which the body of a request must arrive.
+        max_json_marks: maximum number of commas, brackets and braces in a request, those in strings included. It
+            bounds the number of values, and so the time to parse them.
+        max_messages: maximum number of messages in a request.
+        max_text_chars: maximum number of characters in all texts of a request, images not counted; None for 16 per
+            token of the model's context.
+        max_concurrent_calls: maximum number of concurrent calls of a rollout.
+        max_pending_bytes: maximum total length of the requests of a rollout that are being answered.
+        max_calls: maximum number of answered calls of a rollout. The rollout then ends as ``max_turns``.
+        max_record_bytes: approximate memory limit of a rollout's record. The rollout then ends as ``max_turns``, too.
 
     Raises:
-        ConfigError: a limit is no number above 0.
+        ConfigError: a limit is not a number above 0.
     """
 
     max_open_rollouts: int = 10_000
@@ -118,16 +118,16 @@ class GatewayLimits:
                 raise ConfigError(f"GatewayLimits({field.name}={value!r}): it must be a {kind} above 0.")
 
     def text_chars(self, context_length: int) -> int:
-        """The most characters of a request to a model with this context length."""
+        """Return the maximum number of characters in a request to a model with this context length."""
         return self.max_text_chars if self.max_text_chars is not None else CHARS_PER_TOKEN * context_length
 
 
 class RolloutQuota:
-    """What the program of one rollout has taken of what it may.
+    """The use that one rollout's program has made of its limits.
 
     Attributes:
-        record_bytes: memory that the record takes, about.
-        exhausted: the limit on the whole rollout for which the last call was refused; empty if it was not.
+        record_bytes: approximate memory of the record.
+        exhausted: why the last call was refused, if a limit of the whole rollout is reached; else empty.
     """
 
     def __init__(self, limits: GatewayLimits) -> None:
@@ -136,14 +136,14 @@ class RolloutQuota:
         self._limits = limits
         self._calls = 0
         self._bytes = 0
-        self._answered = 0  # and those that are being answered
+        self._answered = 0  # calls answered or being answered
 
     @contextmanager
     def call(self, size: int) -> Iterator[None]:
-        """A call is answered within, whose request has ``size`` bytes.
+        """Count a call as running inside the block. Its request has ``size`` bytes.
 
         Raises:
-            RequestError: as many are being answered as may be.
+            RequestError: too many calls, or bytes of them, are being answered.
         """
         limits = self._limits
         if self._calls >= limits.max_concurrent_calls:
@@ -153,8 +153,8 @@ class RolloutQuota:
             )
         if self._bytes + size > max(limits.max_pending_bytes, limits.max_body_bytes):
             raise RequestError(
-                f"The calls of this rollout that are being answered have {self._bytes} bytes, and {size} more are too "
-                f"many (max_pending_bytes={limits.max_pending_bytes}). Wait for some.",
+                f"The running calls of this rollout have {self._bytes} bytes, and {size} more exceed the limit "
+                f"(max_pending_bytes={limits.max_pending_bytes}). Wait for some.",
                 status=429,
             )
         self._calls += 1
@@ -167,19 +167,19 @@ class RolloutQuota:
 
     @contextmanager
     def answer(self) -> Iterator[None]:
-        """A call is answered within, unless that fails, and its answer goes on the record.
+        """Count a call as answered if the block does not fail.
 
         Raises:
-            RequestError: the record of the rollout is as large as it may become.
+            RequestError: the rollout has reached its maximum number of calls or size of the record.
         """
-        limits, told = self._limits, ""
+        limits, reason = self._limits, ""
         if self._answered >= limits.max_calls:
-            told = f"{self._answered} calls of the rollout were answered, which is the most (max_calls)."
+            reason = f"{self._answered} calls of the rollout were answered, the maximum (max_calls)."
         elif self.record_bytes >= limits.max_record_bytes:
-            told = f"The rollout's record of {self.record_bytes} bytes is full (max_record_bytes)."
-        self.exhausted = told
-        if told:
-            raise RequestError(told, code="rollout_full")
+            reason = f"The rollout's record of {self.record_bytes} bytes is full (max_record_bytes)."
+        self.exhausted = reason
+        if reason:
+            raise RequestError(reason, code="rollout_full")
         self._answered += 1
         try:
             yield
@@ -189,28 +189,28 @@ class RolloutQuota:
 
 
 class UnsupportedValue(ValueError):
-    """A JSON value that cannot be taken; the message says why."""
+    """A JSON value that the gateway does not accept; the message says why."""
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text.
 
     Raises:
-        UnfitValue: it is no JSON, or a value that cannot be taken.
+        UnsupportedValue: it is invalid, or its value is not accepted.
     """
     try:
         value = pydantic_core.from_json(text, allow_inf_nan=False)
     except (ValueError, RecursionError) as error:
-        raise UnsupportedValue(f"is no JSON ({error})") from None
+        raise UnsupportedValue(f"is not valid JSON ({error})") from None
     count_chars(value)
     return value
 
 
 def count_chars(value: Any) -> int:
-    """How many characters the texts in a value have, the keys of objects included.
+    """Return the number of characters in all strings of a value, keys of objects included.
 
     Raises:
-        UnfitValue: it lies too deep, or holds a number that is not finite or a text that is none.
+        UnsupportedValue: it is nested too deeply, or holds a number that is not finite or an invalid string.
     """
     count = 0
     ahead: list[tuple[Any, int]] = [(value, 1)]
@@ -222,7 +222,7 @@ def count_chars(value: Any) -> int:
                 _require_text(one)
         elif isinstance(one, Mapping | list | tuple):
             if depth > MAX_DEPTH:
-                raise UnsupportedValue(f"has values more than {MAX_DEPTH} deep in one another")
+                raise UnsupportedValue(f"has values nested more than {MAX_DEPTH} deep")
             if isinstance(one, Mapping):
                 ahead.extend((key, depth + 1) for key in one)
             ahead.extend((part, depth + 1) for part in (one.values() if isinstance(one, Mapping) else one))

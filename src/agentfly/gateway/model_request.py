@@ -20,16 +20,16 @@ _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=True, separators=(","
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """What a program asks of the model.
+    """A program's request to the model.
 
     Attributes:
-        conversation: what the model is to answer.
-        tools: the tools it may call.
-        sampling: the parameters of sampling that the program has named, by their names in OpenAI's API.
-        max_tokens: the most tokens of the answer.
-        stops: texts that end the answer; what is sampled behind the first of them counts as not sampled.
-        may_call: whether calls in the answer are read as such.
-        max_calls: how many calls the program takes at a time; None for any number.
+        conversation: the messages to answer.
+        tools: the tools that the model may call.
+        sampling: the sampling parameters that the program has set, by their names in OpenAI's API.
+        max_tokens: maximum number of tokens in the answer.
+        stops: stop strings. Tokens after the first one are discarded.
+        may_call: whether tool calls in the answer are parsed.
+        max_calls: maximum number of tool calls in the answer; None for any number.
     """
 
     conversation: Sequence[Message]
@@ -42,28 +42,28 @@ class ModelRequest:
 
     @cached_property
     def hashes(self) -> tuple[int, ...]:
-        """For each number of its first messages, from 0 on, a hash of these and the tools.
+        """Hashes of the tools with the first 0, 1, 2, … messages.
 
-        What client libraries change in messages does not count: see `same_message`. In an answer with calls, the calls
-        count alone, because some libraries drop what was said beside them.
+        Changes that client libraries make to messages do not count; see `same_message`. Of an answer with calls, only
+        the calls count, because some libraries drop the text beside them.
         """
         begun = hash(_CANONICAL.encode(_plain(list(self.tools))))
         return (begun, *extend_hashes(begun, self.conversation))
 
     @cached_property
     def size(self) -> int:
-        """How many bytes its conversation takes, about."""
+        """Approximate memory of the conversation in bytes."""
         return size_of(self.conversation)
 
 
 def extend_hashes(begun: int, messages: Sequence[Message]) -> Iterator[int]:
-    """The hashes of a conversation, given by its hash, with each of some further messages at its end."""
+    """Yield the hash of a conversation, of which ``begun`` is the hash so far, after each further message."""
     for message in messages:
         content = message["content"]
         if message["role"] == "assistant":
             calls = message.get("tool_calls")
-            said = _CANONICAL.encode(_plain(calls_of(message))) if calls else text_of(content).strip()
-            begun = hash((begun, "assistant", said))
+            answer = _CANONICAL.encode(_plain(calls_of(message))) if calls else text_of(content).strip()
+            begun = hash((begun, "assistant", answer))
         elif isinstance(content, str):
             begun = hash((begun, message["role"], content))
         else:
@@ -73,7 +73,7 @@ def extend_hashes(begun: int, messages: Sequence[Message]) -> Iterator[int]:
 
 
 def size_of(messages: Sequence[Message]) -> int:
-    """How many bytes messages take, about."""
+    """Return the approximate memory of messages in bytes."""
     size = 0
     for message in messages:
         content = message["content"]
@@ -90,7 +90,7 @@ def size_of(messages: Sequence[Message]) -> int:
 
 
 def same_message(known: Message, shown: Message) -> bool:
-    """Whether a message that a program shows is a known one. Names and ids do not count: libraries change them."""
+    """Return whether a message of a program equals a known one. Names and ids do not count: libraries change them."""
     if known["role"] != shown["role"]:
         return False
     if known["role"] != "assistant":
@@ -98,17 +98,17 @@ def same_message(known: Message, shown: Message) -> bool:
     calls = "tool_calls" in known or "tool_calls" in shown
     if calls and calls_of(known) != calls_of(shown):
         return False
-    said, repeated = text_of(known["content"]).strip(), text_of(shown["content"]).strip()
-    return said == repeated or (calls and not repeated)  # some libraries drop what was said beside a call
+    original, repeated = text_of(known["content"]).strip(), text_of(shown["content"]).strip()
+    return original == repeated or (calls and not repeated)  # some libraries drop the text beside a call
 
 
 def calls_of(message: Message) -> list[tuple[Any, Any]]:
-    """The names and the arguments of a message's calls."""
+    """Return the names and arguments of a message's calls."""
     return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
 
 
 def _plain(value: Any) -> Any:
-    """A value in which numbers count by what they are: ``1.0`` as ``1``, which other languages make of it."""
+    """Return a value with whole floats as integers: ``1.0`` as ``1``, as some languages write it."""
     if isinstance(value, Mapping):
         return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -132,14 +132,14 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "best_of": (1,),
 }
-"""Parameters that no policy of the gateway has, and the values with which they change nothing."""
+"""Parameters that the gateway does not support, and the values with which they change nothing."""
 
 HONORED_PARAMETERS = ("temperature", "top_p", "top_k", "seed")
-"""Parameters that a program can be followed in."""
+"""Parameters that `RolloutSampling.honor_request` takes from programs."""
 
-_VALUES_TOLD = 8
+_MAX_NOTED_VALUES = 8
 
-_GREEDY_BELOW = 1e-4  # dividing by less leaves the range of numbers
+_GREEDY_BELOW = 1e-4  # logits divided by less could overflow
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ class EffectiveSampling:
 
     Attributes:
         temperature, top_p, top_k, seed: see `agentfly.policies.policy.SamplingParams`.
-        replaced: what the program asked for and did not get, by parameter.
-        untrainable_reason: why the answer cannot be trained on; empty where it can.
+        replaced: the values that the program requested and did not get, by parameter.
+        untrainable_reason: why the answer cannot be trained on; empty if it can.
     """
 
     temperature: float
@@ -161,22 +161,22 @@ class EffectiveSampling:
 
 
 class OverriddenParameters:
-    """What a program has asked of sampling and did not get, over all answers on the record."""
+    """The sampling parameters that a program requested and did not get, over all recorded answers."""
 
     def __init__(self) -> None:
         self._values: dict[str, dict[str, None]] = {}
 
     def add(self, sampling: EffectiveSampling) -> None:
-        """Another answer."""
+        """Add the parameters of an answer."""
         for name, value in (sampling.replaced or {}).items():
             values = self._values.setdefault(name, {})
-            if len(values) < _VALUES_TOLD:
+            if len(values) < _MAX_NOTED_VALUES:
                 values[f"{value!r:.40}"] = None
 
-    def told(self, used: RolloutSampling) -> list[str]:
-        """The same in words, with what was used instead."""
+    def notes(self, used: RolloutSampling) -> list[str]:
+        """Return a note for each parameter, with the sampling that was used instead."""
         return [
-            f"The program asked for {name}={' or '.join(values)}; sampled was with {used}."
+            f"The program asked for {name}={' or '.join(values)}; the model sampled with {used}."
             for name, values in sorted(self._values.items())
         ]
 
@@ -185,18 +185,18 @@ class OverriddenParameters:
 class RolloutSampling:
     """How the model samples in a rollout.
 
-    Training takes each token's log-prob for that of the policy itself at one temperature. So by default the program's
-    temperature, cuts, seed and penalties are replaced by what stands here, and the record notes it. With
-    ``honor_request`` they are followed, as evaluations may want it, and a rollout in which an answer was sampled in
-    any other way than this is kept out of training (`agentfly.core.trajectory.Trajectory.untrainable_reason`).
+    Training assumes that each token's log-prob is the policy's own at one temperature. So by default these settings
+    replace the program's temperature, cuts, seed and penalties, and the trajectory notes it. With ``honor_request`` the
+    program's parameters are used, for instance in evaluations. A rollout with an answer that was sampled differently is
+    then left out of training (`agentfly.core.trajectory.Trajectory.untrainable_reason`).
 
     Attributes:
         temperature: divides the logits; 0 takes the most likely token, which cannot be trained on.
         top_p, top_k: cut off unlikely tokens. A cut distribution cannot be trained on.
-        honor_request: whether a program's parameters take the place of these.
+        honor_request: whether a program's parameters replace these.
 
     Raises:
-        ConfigError: a parameter cannot be.
+        ConfigError: a parameter is out of its range.
     """
 
     temperature: float = 1.0
@@ -215,13 +215,13 @@ class RolloutSampling:
                 raise ConfigError(f"RolloutSampling({name}={getattr(self, name)!r}): it must be {wanted}.")
 
     def resolve(self, asked: Mapping[str, Any]) -> EffectiveSampling:
-        """How an answer is sampled for which a program asks for certain parameters.
+        """Return how an answer is sampled, given the parameters that the program requests.
 
         Args:
-            asked: what the program has said, by parameter; those that it has not named are not in it.
+            asked: the requested parameters by name.
 
         Raises:
-            RequestError: the program is to be followed, and a parameter cannot be.
+            RequestError: ``honor_request`` is set, and a parameter is not supported.
         """
         own: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "seed": None}
         wanted = {
@@ -230,7 +230,7 @@ class RolloutSampling:
         if self.honor_request:
             for name, value in wanted.items():
                 raise RequestError(
-                    f"{name}: {value!r:.100} cannot be done here; leave it out.",
+                    f"{name}: {value!r:.100} is not supported; leave it out.",
                     code="unsupported_parameter",
                     param=name,
                 )
@@ -246,7 +246,7 @@ class RolloutSampling:
         return ", ".join([f"temperature={self.temperature:g}", *cuts])
 
     def _untrainable(self, used: Mapping[str, Any]) -> str:
-        """Why what is sampled in a certain way cannot be trained on."""
+        """Return why answers sampled with these parameters cannot be trained on; empty if they can."""
         found = [
             f"{name}={used[name]!r}"
             for name, unfit in (

@@ -46,12 +46,12 @@ class ProgramSchema:
         )
 
     def type_of(self, name: str) -> str:
-        """The type of an argument, in a word."""
+        """Return the type of an argument in words."""
         kind = self._about(name).get("type", "any")
         return " or ".join(map(str, kind)) if isinstance(kind, list) else str(kind)
 
     def _about(self, name: str) -> Mapping[str, Any]:
-        """The schema of an argument. One of ``true`` takes any value."""
+        """Return the schema of an argument. A schema ``true`` accepts any value and counts as empty."""
         about = (self.json_schema.get("properties") or {}).get(name)
         return about if isinstance(about, Mapping) else {}
 
@@ -61,9 +61,9 @@ class ProgramTool:
     """A tool of a program.
 
     Attributes:
-        name: what the model calls it.
+        name: the tool's name.
         description: what it does.
-        definition: the tool as chat templates want it described.
+        definition: the definition for chat templates.
     """
 
     name: str
@@ -72,7 +72,7 @@ class ProgramTool:
 
     @classmethod
     def of(cls, definition: Mapping[str, Any]) -> Self:
-        """The tool of a definition, which has been checked."""
+        """Create a tool from a checked definition."""
         function = definition["function"]
         return cls(function["name"], str(function.get("description") or ""), definition)
 
@@ -93,13 +93,13 @@ class ProgramTool:
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """An answer of the model as the program is given it.
+    """An answer of the model, as the program receives it.
 
     Attributes:
-        message: the answer as it stands in the program's conversation.
-        text: everything that was sampled, without the control token at its end.
+        message: the answer as a message of the program's conversation.
+        text: the whole sampled text, without the control token at its end.
         calls: the tool calls in it.
-        generation: what was sampled, up to where it was stopped.
+        generation: the sampled tokens, up to the stop string if there was one.
     """
 
     message: Message
@@ -109,7 +109,7 @@ class ModelAnswer:
 
 
 EXPECTED_MAX_TURNS = 200
-"""The most turns that a program\'s conversation is expected to have."""
+"""Number of turns for which the stability of the chat format is checked."""
 
 
 class RequestCodec:
@@ -129,15 +129,15 @@ class RequestCodec:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, calls: ToolCallFormat | None, *, history: History) -> RequestCodec:
-        """The codec of a model, proved for conversations with and without tools.
+        """Create the codec of a model, checked for conversations with and without tools.
 
         Args:
-            tokenizer: the model's.
-            calls: the tool-call format; if not given, the model's own, or else one that its chat template can write.
-            history: what to do where the chat template writes the past differently once a conversation has gone on.
+            tokenizer: the model's tokenizer.
+            calls: the tool-call format; by default the model's own, or else one that its chat template can render.
+            history: what to do if the chat template renders past turns differently later; see `Gateway`.
 
         Raises:
-            ChatFormatError: the chat template cannot carry conversations even without tools.
+            ChatFormatError: the chat template cannot render conversations even without tools.
         """
         plain = TemplateChatFormat(tokenizer, [ANSWER_EXCHANGE], history=history, longest=EXPECTED_MAX_TURNS)
         refusal: ChatFormatError | None = None
@@ -145,7 +145,9 @@ class RequestCodec:
             tools = [_PROBE_TOOL] if candidate.uses_chat_template else ()
             called = (ProbeExchange.calling(_PROBE_TOOL["function"]["name"], count, candidate) for count in (1, 2))
             exchanges = [ANSWER_EXCHANGE, *called]
-            system = None if candidate.uses_chat_template or isinstance(candidate, HermesUserResultFormat) else _TOLD
+            system = (
+                None if candidate.uses_chat_template or isinstance(candidate, HermesUserResultFormat) else _PROBE_SYSTEM
+            )
             try:
                 chat = TemplateChatFormat(
                     tokenizer, exchanges, tools=tools, system=system, history=history, longest=EXPECTED_MAX_TURNS
@@ -156,27 +158,27 @@ class RequestCodec:
         return cls(plain, HermesUserResultFormat(), refusal)
 
     def prompt(self, conversation: Sequence[Message], tools: ToolDefinitions) -> RenderedTokens:
-        """A whole conversation as ids.
+        """Render a whole conversation as ids.
 
         Raises:
-            ChatFormatError: the model's chat template refuses it.
+            ChatFormatError: the model's chat template rejects it.
         """
         if tools and self._no_tools is not None:
-            raise ChatFormatError(f"This model cannot be offered tools in this way: {self._no_tools}")
+            raise ChatFormatError(f"This model cannot be given tools: {self._no_tools}")
         shown = self._shown(conversation, conversation, tools)
         if tools and not self._calls.uses_chat_template:
             by: Role = "user" if isinstance(self._calls, HermesUserResultFormat) else "system"
-            shown = _told(shown, self._calls.instructions(_tools(tools)), by=by)
+            shown = _with_instructions(shown, self._calls.instructions(_tools(tools)), by=by)
         return self.chat.render_prompt(shown, self._described(tools))
 
     def continuation(
         self, new: Sequence[Message], after: RenderedTokens, conversation: Sequence[Message], tools: ToolDefinitions
     ) -> RenderedTokens | None:
-        """A conversation whose beginning stands on the record as ``after``, with ``new`` at its end.
+        """Render a conversation whose beginning is recorded as ``after`` and which ends with the messages ``new``.
 
         Returns:
-            All of it, beginning with ``after`` as it is. None where the chat format would now write that differently,
-            and is told not to put up with it.
+            The whole conversation, beginning with ``after`` unchanged. None if the chat format would now render
+            ``after`` differently, and ``history`` is ``"rewrite"``.
         """
         rest = self.chat.render_continuation(
             self._shown(new, conversation, tools),
@@ -190,15 +192,15 @@ class RequestCodec:
         return RenderedTokens([*after.ids, *rest.ids], (*after.images, *moved))
 
     def read(self, generation: Generation, request: ModelRequest, *, first_call: int) -> ModelAnswer:
-        """What a generation says.
+        """Parse a generation.
 
-        A malformed call is left in the text, with all others of its turn: nobody must run half of what was meant. So is
-        one with arguments that JSON cannot hold, and that a program could not send back.
+        If a call is malformed, all calls of the turn stay in the text, so that no program runs only some of them. The
+        same holds for a call whose arguments JSON cannot represent, because a program could not send it back.
 
         Args:
-            generation: what was sampled.
-            request: what was asked for.
-            first_call: number of the first call.
+            generation: the sampled tokens.
+            request: the request that it answers.
+            first_call: number of the first call, for its id.
         """
         generation, stopped_at = self._stopped(generation, request.stops)
         reply = self.chat.parse_reply(generation.ids)
@@ -212,28 +214,28 @@ class RequestCodec:
                 if reply.calls is None
                 else reply.calls
             )
-            if all(map(_is_sound, found)):
+            if all(map(_is_valid, found)):
                 calls = found
         message: Message = {"role": "assistant", "content": content}
         if calls:
-            told = (
+            beside = (
                 content
                 if reply.calls is not None
-                else text_of(_apart(self._calls).assistant_message(content, calls)["content"])
+                else text_of(_for_template(self._calls).assistant_message(content, calls)["content"])
             )
             calls = tuple(
                 dataclasses.replace(call, id=call_id(number))
                 for number, call in enumerate(calls[: request.max_calls], first_call)
             )
-            message = message_with_calls(told, calls)
+            message = message_with_calls(beside, calls)
         if reply.reasoning is not None:
             message["reasoning_content"] = reply.reasoning
         return ModelAnswer(message, text, calls, generation)
 
     def _stopped(self, generation: Generation, stops: Sequence[str]) -> tuple[Generation, str | None]:
-        """The generation up to the token that completes the first of ``stops``, and which that is."""
-        said = self.chat.parse_reply(generation.ids).text
-        found = [(said.index(stop), stop) for stop in stops if stop in said]
+        """Return the generation up to the token that completes the first stop string, and that string."""
+        text = self.chat.parse_reply(generation.ids).text
+        found = [(text.index(stop), stop) for stop in stops if stop in text]
         if not found:
             return generation, None
         stop = min(found)[1]
@@ -252,7 +254,7 @@ class RequestCodec:
     def _shown(
         self, messages: Sequence[Message], conversation: Sequence[Message], tools: ToolDefinitions
     ) -> list[Message]:
-        """Messages as the model is shown them."""
+        """Return messages as they are shown to the model."""
         if self._calls.uses_chat_template or not tools:
             return list(messages)
         names = {
@@ -261,7 +263,7 @@ class RequestCodec:
         return [self._written(message, names) for message in messages]
 
     def _written(self, message: Message, names: Mapping[str, str]) -> Message:
-        """A message whose calls or results are texts."""
+        """Return a message with its calls or results as text."""
         if message["role"] == "tool":
             call = message.get("tool_call_id", "")
             answer = self._calls.result_message(
@@ -273,14 +275,14 @@ class RequestCodec:
         if message.get("tool_calls"):
             calls = [call["function"] for call in message["tool_calls"]]
             texts = [self._calls.write(call["name"], call["arguments"]) for call in calls]
-            said = text_of(message["content"])
-            missing = [text for text in texts if text not in said]
-            return {"role": "assistant", "content": "\n".join(part for part in (said, *missing) if part)}
+            content = text_of(message["content"])
+            missing = [text for text in texts if text not in content]
+            return {"role": "assistant", "content": "\n".join(part for part in (content, *missing) if part)}
         return message
 
 
 def _own_format(tokenizer: Tokenizer) -> ToolCallFormat:
-    """The format that a model's chat template speaks of; Hermes where it speaks of none that is known."""
+    """Return the tool-call format that a model's chat template describes, or Hermes if it describes no known one."""
     template = tokenizer.chat_template
     return (detect_format(template) if template else None) or HermesFormat()
 
@@ -290,11 +292,11 @@ _PROBE_TOOL: dict[str, Any] = {
     "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
 
-_TOLD: Message = {"role": "system", "content": "You can use tools."}
+_PROBE_SYSTEM: Message = {"role": "system", "content": "You can use tools."}
 
 
-def _apart(calls: ToolCallFormat) -> ToolCallFormat:
-    """The format as it tells what was said from the calls."""
+def _for_template(calls: ToolCallFormat) -> ToolCallFormat:
+    """Return the format as used with chat templates, which separates the calls from the text."""
     if dataclasses.is_dataclass(calls) and any(
         field.name == "uses_chat_template" for field in dataclasses.fields(calls)
     ):
@@ -303,12 +305,12 @@ def _apart(calls: ToolCallFormat) -> ToolCallFormat:
 
 
 def _tools(tools: ToolDefinitions) -> list[ProgramTool]:
-    """The tools as tool-call formats ask about them."""
+    """Return the tools in the form that tool-call formats use."""
     return [ProgramTool.of(tool) for tool in tools]
 
 
-def _is_sound(call: ToolCall) -> bool:
-    """Whether a call was read, and can be handed to a program as JSON."""
+def _is_valid(call: ToolCall) -> bool:
+    """Return whether a call was parsed and can be sent to a program as JSON."""
     if call.arguments is None:
         return False
     try:
@@ -318,8 +320,8 @@ def _is_sound(call: ToolCall) -> bool:
     return True
 
 
-def _told(conversation: list[Message], instructions: str, *, by: Role) -> list[Message]:
-    """The conversation with instructions in its system message; ``by`` says who gives them where there is none."""
+def _with_instructions(conversation: list[Message], instructions: str, *, by: Role) -> list[Message]:
+    """Add instructions to the system message of a conversation, or to a first message of the role ``by``."""
     first, *rest = conversation
     if first["role"] == "system":
         return [{**first, "content": f"{text_of(first['content'])}\n\n{instructions}".strip()}, *rest]
@@ -329,7 +331,7 @@ def _told(conversation: list[Message], instructions: str, *, by: Role) -> list[M
 
 
 def _first(generation: Generation, count: int) -> Generation:
-    """The first tokens of a generation that was stopped there."""
+    """Return the first ``count`` tokens of a generation, as one that has stopped there."""
 
     def cut(values: Any) -> Any:
         return values if values is None or isinstance(values, int) else values[:count]

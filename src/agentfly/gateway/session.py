@@ -137,13 +137,13 @@ class ProgramSession:
         self._require_open()
         with self._allowance.answer(), self._log.call():
             async with self._preparing:
-                question = await self._question(request)
+                prepared = await self._prepare(request)
             started = time.perf_counter()
-            generation = await self._sampled(question)
+            generation = await self._sample(prepared)
             self._require_open()
         self._log.failure = None
-        answer = self._codec.read(generation, request, first_call=question.calls)
-        model_call = _exchange(question, answer, time.perf_counter() - started)
+        answer = self._codec.read(generation, request, first_call=prepared.calls)
+        model_call = _model_call(prepared, answer, time.perf_counter() - started)
         self._tree.add(model_call)
         self._allowance.record_bytes += size_of([*model_call.new_messages, model_call.message]) + _waiting_bytes(
             model_call.pending
@@ -192,11 +192,11 @@ class ProgramSession:
             return
         self._log.delivered()
         try:
-            place = self._record_tokens(model_call, pending)
+            span = self._record_tokens(model_call, pending)
         except TokenInvariantError as error:
             self._failure = Failure.of(error)
             raise
-        model_call.span, model_call.turn, model_call.pending = place, len(self.trajectory.turns), None
+        model_call.span, model_call.turn, model_call.pending = span, len(self.trajectory.turns), None
         self._latest = model_call
         self._replaced.add(pending.sampling)
         self.trajectory.untrainable_reason = self.trajectory.untrainable_reason or pending.sampling.untrainable_reason
@@ -205,9 +205,9 @@ class ProgramSession:
         self.trajectory.turns.append(
             Turn(
                 index=model_call.turn,
-                sequence=place.sequence,
-                start=place.start,
-                stop=place.stop,
+                sequence=span.sequence,
+                start=span.start,
+                stop=span.stop,
                 text=answer.text,
                 ended_by_model=answer.generation.finish_reason == "stop",
                 generation_seconds=pending.seconds,
@@ -215,7 +215,7 @@ class ProgramSession:
                 content=None if content == answer.text else content,
                 parent_turns=model_call.parent_turns,
                 prompt_tokens=len(pending.prompt.ids),
-                sampled_tokens=place.stop - place.start,
+                sampled_tokens=span.stop - span.start,
             )
         )
         for before in model_call.parent_turns:
@@ -272,7 +272,7 @@ class ProgramSession:
         for branch in self._branches:
             self._policy.release_rollout(branch.name)
 
-    async def _question(self, request: ModelRequest) -> PreparedCall:
+    async def _prepare(self, request: ModelRequest) -> PreparedCall:
         """Find the call that a request continues, and render the request."""
         sampling = self._sampling.resolve(request.sampling)
         parent = self._tree.find_parent(request)
@@ -308,13 +308,13 @@ class ProgramSession:
             prompt = self._codec.prompt(conversation, tools)
         return RenderedTokens(array("i", prompt.ids), prompt.images)
 
-    async def _sampled(self, question: PreparedCall) -> Generation:
-        prompt, branch, how = question.prompt, question.branch, question.sampling
+    async def _sample(self, prepared: PreparedCall) -> Generation:
+        prompt, branch, how = prepared.prompt, prepared.branch, prepared.sampling
         sampling = SamplingParams(
             temperature=how.temperature,
             top_p=how.top_p,
             top_k=how.top_k,
-            max_tokens=min(question.request.max_tokens, self._policy.context_length - len(prompt.ids)),
+            max_tokens=min(prepared.request.max_tokens, self._policy.context_length - len(prompt.ids)),
             stop_ids=self._codec.chat.stop_ids,
             seed=how.seed,
             suppressed_ids=image_token_ids(self._policy.tokenizer.vision),
@@ -346,14 +346,14 @@ class ProgramSession:
         before = branch.last_call.span if branch.last_call is not None else None
         branch.recorder.continue_or_begin(pending.prompt)
         branch.recorder.prompt_ids()
-        place = branch.recorder.append_sampled(pending.answer.generation)
-        known = before.stop if before is not None and before.sequence == place.sequence else 0
-        self._allowance.record_bytes += _BYTES_A_TOKEN * (place.stop - known) - _waiting_bytes(pending)
+        span = branch.recorder.append_sampled(pending.answer.generation)
+        known = before.stop if before is not None and before.sequence == span.sequence else 0
+        self._allowance.record_bytes += _BYTES_A_TOKEN * (span.stop - known) - _waiting_bytes(pending)
         branch.last_call, model_call.branch = model_call, branch
-        return place
+        return span
 
     def _record_results(self, parent: ModelCall, new: Sequence[Message]) -> None:
-        """Note with a turn what the program answered its calls."""
+        """Record the program's answers to the calls of a turn."""
         turns = self.trajectory.turns
         if parent.turn is None or turns[parent.turn].tool_results:
             return
@@ -362,10 +362,10 @@ class ProgramSession:
         turns[parent.turn] = replace(turns[parent.turn], tool_results=tuple(results))
 
     def _notes(self, dropped: float | None) -> list[str]:
-        """What the record should say besides."""
-        notes = self._replaced.told(self._sampling)
+        """Return the notes of the trajectory."""
+        notes = self._replaced.notes(self._sampling)
         if dropped is not None:
-            notes.append(f"The reward {dropped:g} does not count, because the policy is not to blame for the failure.")
+            notes.append(f"The reward {dropped:g} does not count, because the policy did not cause the failure.")
         if self._allowance.exhausted:
             notes.append(f"Further calls were refused: {self._allowance.exhausted}")
         return notes
@@ -377,7 +377,7 @@ class ProgramSession:
         if self._allowance.exhausted:
             return FinishReason.MAX_TURNS
         if given_up:
-            return FinishReason.WALL_TIME  # the program, or who runs it, did not wait for an answer
+            return FinishReason.WALL_TIME  # the program or its harness did not wait for an answer
         return FinishReason.ANSWERED if turns[-1].ended_by_model else FinishReason.LENGTH
 
     def _branch_after(self, parent: ModelCall | None) -> SequenceBranch:
@@ -403,32 +403,32 @@ class ProgramSession:
             raise RequestError(f"The rollout {self.trajectory.rollout_id!r} is finished.", status=409, code="finished")
 
 
-def _exchange(question: PreparedCall, answer: ModelAnswer, seconds: float) -> ModelCall:
-    request = question.request
+def _model_call(prepared: PreparedCall, answer: ModelAnswer, seconds: float) -> ModelCall:
+    request = prepared.request
     (with_answer,) = extend_hashes(request.hashes[-1], [answer.message])
     return ModelCall(
-        parent=question.parent,
-        new_messages=request.conversation[question.known :],
+        parent=prepared.parent,
+        new_messages=request.conversation[prepared.known :],
         message=answer.message,
         calls=answer.calls,
         asked_hash=request.hashes[-1],
         hash=with_answer,
         length=len(request.conversation) + 1,
-        parent_turns=question.parent_turns,
-        branch=question.branch,
-        pending=UnrecordedAnswer(question.prompt, answer, question.sampling, seconds),
+        parent_turns=prepared.parent_turns,
+        branch=prepared.branch,
+        pending=UnrecordedAnswer(prepared.prompt, answer, prepared.sampling, seconds),
     )
 
 
 def _waiting_bytes(pending: UnrecordedAnswer | None) -> int:
-    """What an answer takes that is not on the record yet."""
+    """Return the memory of an answer that is not recorded yet, in bytes."""
     if pending is None:
         return 0
     return 4 * len(pending.prompt.ids) + _BYTES_A_TOKEN * len(pending.answer.generation.ids)
 
 
 def _is_cancelled() -> bool:
-    """Whether the task that runs is itself being cancelled."""
+    """Return whether the current task is being cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

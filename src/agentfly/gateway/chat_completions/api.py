@@ -19,17 +19,17 @@ from agentfly.policies.policy import Tokenizer
 
 
 def event(value: Mapping[str, Any]) -> bytes:
-    """A server-sent event that holds JSON."""
+    """Return a server-sent event with a JSON value."""
     return f"data: {json.dumps(value)}\n\n".encode()
 
 
 class ChatCompletionResponse:
-    """The answer to a request.
+    """The answer to a request, in OpenAI's format.
 
     Args:
-        answered: the answer, and what was sent for it.
-        asked: the request as it came.
-        tokenizer: tells the text of single tokens.
+        answered: the answer and its prompt.
+        asked: the request.
+        tokenizer: decodes single tokens.
     """
 
     def __init__(self, answered: UnrecordedAnswer, asked: ChatCompletionRequest, tokenizer: Tokenizer) -> None:
@@ -40,7 +40,7 @@ class ChatCompletionResponse:
         self._about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
 
     def whole(self) -> dict[str, Any]:
-        """The completion in one piece."""
+        """Return the completion in one piece."""
         message: dict[str, Any] = {"role": "assistant", "content": self._content, "refusal": None}
         if self._reasoning is not None:
             message["reasoning_content"] = self._reasoning
@@ -56,7 +56,7 @@ class ChatCompletionResponse:
         }
 
     def events(self) -> Iterator[bytes]:
-        """The completion as server-sent events. What the chunks hold together is what `whole` says."""
+        """Yield the completion as server-sent events. Together the chunks have the same content as `whole`."""
         yield self._chunk({"role": "assistant", "content": ""})
         if self._reasoning is not None:
             yield self._chunk({"reasoning_content": self._reasoning})
@@ -64,16 +64,16 @@ class ChatCompletionResponse:
             yield self._chunk({"content": self._content})
         for index, call in enumerate(self._answer.calls):
             yield self._chunk({"tool_calls": [{"index": index, **_written(call)}]})
-        told = {"logprobs": self._logprobs, **self._ids("token_ids", self._answer.generation.ids)}
-        yield self._chunk({}, finish_reason=self._reason, **told)
+        details = {"logprobs": self._logprobs, **self._ids("token_ids", self._answer.generation.ids)}
+        yield self._chunk({}, finish_reason=self._reason, **details)
         if self._asked.wants_usage:
             yield event({**self._about, "object": "chat.completion.chunk", "choices": [], "usage": self._usage})
         yield b"data: [DONE]\n\n"
 
     @property
     def _content(self) -> str | None:
-        said = text_of(self._answer.message["content"])
-        return said or (None if self._answer.calls else "")
+        content = text_of(self._answer.message["content"])
+        return content or (None if self._answer.calls else "")
 
     @property
     def _reasoning(self) -> str | None:
@@ -117,12 +117,12 @@ _MARKS = (b",", b"[", b"{")
 
 @dataclass(frozen=True)
 class ChatCompletionCall:
-    """A request for a chat completion.
+    """A parsed request for a chat completion.
 
     Attributes:
-        asked: the request as it came.
-        request: what it asks of the model.
-        tokenizer: tells the text of single tokens.
+        asked: the request in OpenAI's format.
+        request: the request to the model.
+        tokenizer: decodes single tokens.
     """
 
     asked: ChatCompletionRequest
@@ -131,26 +131,26 @@ class ChatCompletionCall:
 
     @property
     def streams(self) -> bool:
-        """Whether the answer is to be server-sent events."""
+        """Whether the program wants server-sent events."""
         return bool(self.asked.stream)
 
     def reply(self, answered: UnrecordedAnswer) -> ChatCompletionResponse:
-        """The answer."""
+        """Return the response to the answer."""
         return ChatCompletionResponse(answered, self.asked, self.tokenizer)
 
     def failed(self, refusal: RequestError) -> bytes:
-        """The event that ends a stream which fails late."""
+        """Return the event that reports an error in a stream that has begun."""
         return event(refusal.to_json())
 
 
 class ChatCompletionsAPI:
-    """Reads requests for chat completions.
+    """Parses requests for chat completions.
 
     Args:
-        tokenizer: the model's.
-        context_length: the model's context, in tokens.
-        limits: what a request may be.
-        max_tokens: the most tokens of an answer, also where a program asks for more; None for no limit.
+        tokenizer: the model's tokenizer.
+        context_length: the model's context length in tokens.
+        limits: limits of requests.
+        max_tokens: maximum number of tokens in an answer, even if a program asks for more; None for no limit.
     """
 
     path = "/chat/completions"
@@ -164,16 +164,16 @@ class ChatCompletionsAPI:
         self._max_tokens = max_tokens
 
     def read(self, body: bytes) -> ChatCompletionCall:
-        """A request from the body that was sent."""
+        """Parse the body of a request; see `ProgramAPI.read`."""
         marks = sum(map(body.count, _MARKS))
         if marks > self._limits.max_json_marks:
             raise RequestError(
-                f"The body holds {marks} commas, brackets and braces, and may hold "
-                f"{self._limits.max_json_marks} (max_json_marks). Shorten the conversation.",
+                f"The body has {marks} commas, brackets and braces; the maximum is {self._limits.max_json_marks} "
+                "(max_json_marks). Shorten the conversation.",
                 status=413,
             )
         asked = ChatCompletionRequest.read(body)
-        self._require_fit(asked)
+        self._require_within_limits(asked)
         limits = [limit for limit in (asked.limit, self._max_tokens) if limit is not None]
         request = ModelRequest(
             conversation=read_conversation(asked.messages),
@@ -186,8 +186,8 @@ class ChatCompletionsAPI:
         )
         return ChatCompletionCall(asked, request, self._tokenizer)
 
-    def _require_fit(self, asked: ChatCompletionRequest) -> None:
-        """Refuse a request of more messages or text than can be, or with values that cannot be rendered."""
+    def _require_within_limits(self, asked: ChatCompletionRequest) -> None:
+        """Refuse a request with too many messages, too much text, or values that cannot be rendered."""
         limits = self._limits
         if len(asked.messages) > limits.max_messages:
             raise RequestError(
@@ -204,7 +204,7 @@ class ChatCompletionsAPI:
         allowed = limits.text_chars(self._context_length)
         if chars > allowed:
             raise RequestError(
-                f"The conversation has {chars} characters, and {allowed} are the most for the model's context of "
+                f"The conversation has {chars} characters; the maximum is {allowed} for the model's context of "
                 f"{self._context_length} tokens (max_text_chars). Shorten it.",
                 code="context_length_exceeded",
                 param="messages",
@@ -212,7 +212,7 @@ class ChatCompletionsAPI:
 
 
 def _without_images(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Messages as far as they are text. Images are bounded by the length of the body, and are no text to render."""
+    """Return messages without their images, which are bounded by the length of the body."""
     return [{name: _texts(value) if name == "content" else value for name, value in one.items()} for one in messages]
 
 
@@ -223,26 +223,26 @@ def _texts(content: Any) -> Any:
 
 
 def _definitions(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Tools without what says nothing, so that they are the same however a library writes them."""
+    """Check tools and return their definitions in one form, independent of the client library."""
     definitions: list[Mapping[str, Any]] = []
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         function = tool.get("function")
         if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
             raise RequestError(
-                f"{where} is no function. Give {{'type': 'function', 'function': {{…}}}}.", param="tools"
+                f"{where} is not a function. Write {{'type': 'function', 'function': {{…}}}}.", param="tools"
             )
         name, parameters = function.get("name"), function.get("parameters")
         if not (isinstance(name, str) and name):
             raise RequestError(f"{where} needs a name.", param="tools")
         if not isinstance(function.get("description"), str | None):
-            raise RequestError(f"{where}: the description of {name!r:.100} is no text.", param="tools")
+            raise RequestError(f"{where}: the description of {name!r:.100} must be a string.", param="tools")
         if not isinstance(parameters, Mapping | None):
             raise RequestError(
-                f"{where}: the parameters of {name!r:.100} are no JSON schema of an object.", param="tools"
+                f"{where}: the parameters of {name!r:.100} must be the JSON schema of an object.", param="tools"
             )
         if not isinstance((parameters or {}).get("properties"), Mapping | None):
-            raise RequestError(f"{where}: the properties of {name!r:.100} are no JSON object.", param="tools")
-        told = {key: value for key, value in function.items() if value is not None and key != "strict"}
-        definitions.append({"type": "function", "function": {"description": "", **told}})
+            raise RequestError(f"{where}: the properties of {name!r:.100} must be a JSON object.", param="tools")
+        given = {key: value for key, value in function.items() if value is not None and key != "strict"}
+        definitions.append({"type": "function", "function": {"description": "", **given}})
     return definitions

@@ -13,13 +13,13 @@ from agentfly.gateway.limits import RequestError, UnsupportedValue, parse_json
 from agentfly.gateway.model_request import HONORED_PARAMETERS, NEUTRAL_VALUES
 
 MAX_STOPS = 16
-"""How many texts may end an answer. OpenAI takes 4."""
+"""Maximum number of stop strings. OpenAI allows 4."""
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class ChatCompletionRequest(BaseModel):
-    """A request for a chat completion. What does not change the answer is ignored; what cannot be done is refused."""
+    """A request for a chat completion. Fields that do not change the answer are ignored, unsupported ones refused."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
@@ -45,22 +45,22 @@ class ChatCompletionRequest(BaseModel):
 
     @classmethod
     def read(cls, body: bytes) -> ChatCompletionRequest:
-        """A request from the body that was sent.
+        """Parse the body of a request.
 
         Raises:
-            RequestError: it is none, or asks for what cannot be done.
+            RequestError: it is invalid, or uses an unsupported feature.
         """
         try:
             request = cls.model_validate_json(body or b"{}")
         except ValidationError as error:
             raise RequestError.from_validation_error(error) from None
-        for param, why in request._cannot_be():
+        for param, why in request.unsupported():
             raise RequestError(f"{param}: {why}", code="unsupported_parameter", param=param)
         return request
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The parameters of sampling that it names."""
+        """The sampling parameters that the request sets."""
         named = {name: getattr(self, name) for name in HONORED_PARAMETERS}
         named |= {name: value for name, value in (self.model_extra or {}).items() if name in NEUTRAL_VALUES}
         if self.top_k == -1:
@@ -69,45 +69,45 @@ class ChatCompletionRequest(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The texts that end the answer."""
+        """The stop strings."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(text for text in stop if text)
 
     @property
     def limit(self) -> int | None:
-        """The most tokens to sample."""
+        """Maximum number of tokens to sample; None if the request sets none."""
         limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
         return min(limits, default=None)
 
     @property
     def may_call(self) -> bool:
-        """Whether calls in the answer are read as such."""
+        """Whether tool calls in the answer are parsed."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream is to end with the usage."""
+        """Whether a stream ends with the usage."""
         return bool((self.stream_options or {}).get("include_usage"))
 
-    def _cannot_be(self) -> Iterator[tuple[str, str]]:
-        """What would change the answer and cannot be done, with what to do instead."""
+    def unsupported(self) -> Iterator[tuple[str, str]]:
+        """Yield the unsupported parameters that would change the answer, with what to do instead."""
         if self.n not in (None, 1):
-            yield "n", f"only one answer a call is given, not {self.n}. Make as many calls, which may run at a time."
+            yield "n", f"a call returns only one answer, not {self.n}. Make {self.n} calls, which may run concurrently."
         if self.tool_choice not in (None, "none", "auto"):
             yield (
                 "tool_choice",
-                "the model decides which tool to call, if any: write 'auto' or 'none', or leave it out.",
+                "the model decides whether to call a tool and which one: write 'auto' or 'none', or leave it out.",
             )
         if len(self.stops) > MAX_STOPS:
-            yield "stop", f"at most {MAX_STOPS} texts may end an answer, not {len(self.stops)}."
+            yield "stop", f"at most {MAX_STOPS} stop strings are allowed, not {len(self.stops)}."
         if self.top_logprobs:
-            yield "top_logprobs", "only the log-probs of the sampled tokens are known. Leave it out."
+            yield "top_logprobs", "only the log-probs of the sampled tokens are available. Leave it out."
         if (self.response_format or {}).get("type", "text") != "text":
-            yield "response_format", "answers cannot be forced into a form. Ask for it in words, and check the answer."
+            yield "response_format", "it is not supported. Describe the format in the prompt, and check the answer."
         for param, neutral in _UNSUPPORTED.items():
             found = (self.model_extra or {}).get(param)
             if found is not None and found not in neutral:
-                yield param, f"{found!r:.100} cannot be done here; leave it out."
+                yield param, f"{found!r:.100} is not supported; leave it out."
 
 
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -118,7 +118,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
 }
-"""Parameters that change what the answer is about, and the values with which they do not."""
+"""Unsupported parameters, and the values with which they change nothing."""
 
 
 _ROLES: Mapping[Any, Role] = {
@@ -131,31 +131,31 @@ _ROLES: Mapping[Any, Role] = {
 }
 
 IMAGE_PARTS = ("image_url", "input_image")
-"""The types of parts that hold an image."""
+"""The types of content parts with an image."""
 
 
 def read_conversation(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Messages as they came, in the one form in which they are compared and rendered.
+    """Convert messages to the one form in which they are compared and rendered.
 
-    Null content is the empty text, text in parts is one text, the arguments of calls are a mapping, and what neither
-    says anything nor is shown to the model is left out.
+    Null content becomes an empty string, text parts become one string, and arguments of calls become a mapping. Fields
+    that are not shown to the model are left out.
 
     Raises:
-        RequestError: a message cannot be read, or the conversation ends with the model's own words.
+        RequestError: a message is invalid, or the last one is an assistant message.
     """
     read = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     if read[-1]["role"] == "assistant":
         raise RequestError(
-            "The last message is the model's own, and cannot be continued. End with one for it to answer."
+            "The last message is an assistant message, which cannot be continued. End with a message to answer."
         )
     return read
 
 
 def _message(message: Mapping[str, Any], where: str) -> Message:
-    said = message.get("role")
-    role = _ROLES.get(said) if isinstance(said, str) else None
+    given = message.get("role")
+    role = _ROLES.get(given) if isinstance(given, str) else None
     if role is None:
-        raise RequestError(f"{where}: the role {said!r:.100} is not known; write one of {', '.join(_ROLES)}.")
+        raise RequestError(f"{where}: the role {given!r:.100} is not known; write one of {', '.join(_ROLES)}.")
     read: Message = {"role": role, "content": _content(message.get("content"), where)}
     if role == "tool" and isinstance(message.get("tool_call_id"), str):
         read["tool_call_id"] = message["tool_call_id"]
@@ -195,8 +195,8 @@ def _part(part: Any, where: str) -> TextPart | ImagePart:
             image = Image.from_url(url)
             image.check()
             return {"type": "image", "image": image}
-        raise RequestError(f"{where}: images are fetched from nowhere. Send them as data URLs: data:image/png;base64,…")
-    raise RequestError(f"{where}: a part of the type {kind!r:.100} cannot be shown to the model; texts and images can.")
+        raise RequestError(f"{where}: images are not fetched. Send them as data URLs: data:image/png;base64,…")
+    raise RequestError(f"{where}: parts of the type {kind!r:.100} are not supported; text and images are.")
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
@@ -210,6 +210,6 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         except UnsupportedValue as error:
             raise RequestError(f"{where}: the text of the arguments of {function['name']!r:.100} {error}.") from None
     if not isinstance(arguments, Mapping | None):
-        raise RequestError(f"{where}: the arguments of the call of {function['name']!r:.100} are no JSON object.")
+        raise RequestError(f"{where}: the arguments of the call of {function['name']!r:.100} must be a JSON object.")
     named = {"name": function["name"], "arguments": dict(arguments or {})}
     return {"id": str(call.get("id") or ""), "type": "function", "function": named}

@@ -294,7 +294,7 @@ class ServerFleet:
     async def _load_weights(self, member: PolicyServer, weights: ServedWeights) -> None:
         server = member.server
         if weights.directory is not None:
-            await server.load_method(weights.directory, by=self.load_method)
+            await server.load_weights(weights.directory, by=self.load_method)
         if weights.adapter is not None:
             await server.load_adapter(ADAPTER, weights.adapter)
         await server.reset_prefix_cache(running=self.running == "keep")
@@ -368,7 +368,7 @@ class ServerFleet:
                 f"{member.name} serves weights that another policy put there, and only {LOAD_WEIGHTS} is sure to bring "
                 "back its own. Start the server again."
             )
-        await member.server.load_method(None)
+        await member.server.load_weights(None)
 
     async def _tell(self) -> None:
         async with self._changed:

@@ -336,7 +336,7 @@ class VLLMPolicy:
         self, member: PolicyServer, prompt_ids: Sequence[int], sampling: SamplingParams, images: Sequence[PlacedImage]
     ) -> TokenSample:
         greedy = sampling.temperature == 0
-        sample = await member.server.banned_ids(
+        sample = await member.server.sample(
             _collapse_placeholders(prompt_ids, images, self._placeholder),
             max_tokens=min(sampling.max_tokens, self._context_length - len(prompt_ids)),
             temperature=sampling.temperature,

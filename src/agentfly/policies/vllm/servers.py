@@ -75,7 +75,7 @@ class PolicyServer(ABC):
             raise PrerequisiteError(f"{self.name} {_NO_CONTROL} ({error}).") from error
         try:
             # Cut to the most likely token, whatever is sampled has all probability, unless the cut is left out of it.
-            sample = await server.banned_ids([1, 2, 3], max_tokens=8, top_k=1)
+            sample = await server.sample([1, 2, 3], max_tokens=8, top_k=1)
         except (APIRefused, APIMalformed) as error:
             raise PrerequisiteError(f"{self.name} {_NO_TOKEN_IDS} ({error}).") from error
         if not all(map(_is_of_the_likeliest, sample.logprobs)):

@@ -101,7 +101,7 @@ class ModelServer(Resource, Judge, TokenServer):
             for name in list(self._loaded.adapters):
                 await self.unload_adapter(name)
             if self._loaded.weights is not None:
-                await self.load_method(None, by=self._loaded.load_method)
+                await self.load_weights(None, by=self._loaded.load_method)
             await self.reset_prefix_cache()
             await self.resume()
             self._loaded = LoadedState()
@@ -183,9 +183,9 @@ class ModelServer(Resource, Judge, TokenServer):
         asked = _call_parameters(parameters)
         return await self._ask(lambda client, left: client.complete(prompt, call_timeout_s=left, **asked))
 
-    async def load_method(self, directory: str | Path | None, *, by: str = LOAD_WEIGHTS) -> None:
+    async def load_weights(self, directory: str | Path | None, *, by: str = LOAD_WEIGHTS) -> None:
         """Serve other weights, and after a restart too; see `TokenServer.load_weights`. The adapters stay loaded."""
-        await super().load_method(directory, by=by)
+        await super().load_weights(directory, by=by)
         self._loaded.weights, self._loaded.load_method = None if directory is None else str(directory), by
         await self._loaded.restore_adapters(self)
 

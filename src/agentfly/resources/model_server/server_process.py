@@ -39,7 +39,7 @@ class LoadedState:
     async def restore(self, server: TokenServer) -> None:
         """Have a fresh server hold all of it. Errors are those of `TokenServer`."""
         if self.weights is not None:
-            await server.load_method(self.weights, by=self.load_method)
+            await server.load_weights(self.weights, by=self.load_method)
             await server.reset_prefix_cache()
         await self.restore_adapters(server)
         if self.weights_version is not None:

@@ -187,7 +187,7 @@ class TokenServer(ABC):
 
     # --- sampling and scoring -----------------------------------------------------------------------------------------
 
-    async def banned_ids(
+    async def sample(
         self,
         prompt_ids: Sequence[int],
         *,
@@ -290,7 +290,7 @@ class TokenServer(ABC):
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    async def load_method(self, directory: str | Path | None, *, by: str = LOAD_WEIGHTS) -> None:
+    async def load_weights(self, directory: str | Path | None, *, by: str = LOAD_WEIGHTS) -> None:
         """Put other weights of the same model in the place of those that are served.
 
         What was computed with the old ones is forgotten by `forget_prompts`, and nothing samples meanwhile only if the

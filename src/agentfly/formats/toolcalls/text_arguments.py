@@ -33,7 +33,7 @@ def object_arguments(text: str, start: int, tool: ToolDescription | None) -> tup
         the tool has an argument that may stand without its name.
 
     Raises:
-        Unreadable: an object begins there that cannot be decoded.
+        UnparsableCall: an object begins there that cannot be decoded.
     """
     if not text.startswith("{", start):
         return None

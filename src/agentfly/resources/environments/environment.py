@@ -33,20 +33,19 @@ ABANDONED_CALL_S = 1.0
 class Environment(Resource):
     """A live simulator. Every public method of the user's object can be awaited on it, wherever the object lives.
 
-    ``await environment.step("north")`` calls ``step`` of the user's object; what that returns or raises comes back as
-    itself. Calls of one environment run one at a time, in order, except in the loop, where async methods may overlap.
-    A reset takes its place among them, and overlaps with nothing anywhere.
+    ``await environment.step("north")`` calls ``step`` of the user's object. Its result or exception comes back
+    unchanged. Calls of one environment run one at a time, in order, except in the loop, where async methods may
+    overlap. A reset waits for its turn and never overlaps with a call.
 
-    A call or reset that is cancelled goes on to its end, and what comes next waits for it, so that a rollout that was
-    cancelled does not cost the simulator. A call that outlives ``call_timeout_s`` does: the instance is lost and is
-    replaced.
+    A cancelled call or reset runs to its end, and the next one waits for it, so that a cancelled rollout does not cost
+    the simulator. A call that exceeds ``call_timeout_s`` does: the instance is lost and is replaced.
 
-    A simulator that finds itself beyond repair, for instance because a program that it had started has ended, raises
-    `agentfly.core.errors.ResourceDied`: its rollout has failed by infrastructure, and the instance is replaced.
+    A simulator that is beyond repair, for instance because a program that it started has ended, raises
+    `agentfly.core.errors.ResourceDied`. Its rollout then fails as infrastructure, and the instance is replaced.
 
-    A method of the user's object that has the name of one of this class's own is called by `call`.
+    `call` reaches a method of the user's object whose name this class uses itself.
 
-    One in a process of its own can be frozen, with all that it has started.
+    A simulator in a separate process can be frozen, with all processes that it started.
     """
 
     can_freeze: ClassVar[bool] = True  # where the spec allows it
@@ -67,7 +66,7 @@ class Environment(Resource):
 
     @classmethod
     async def prepare(cls, spec: EnvironmentSpec) -> None:
-        """Find out where this process may make control groups, so that the ledger can name that of an instance."""
+        """Find out where this process may create control groups, so that the ledger can name that of an instance."""
         await run_in_thread(writable_cgroup_parent)
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
@@ -107,15 +106,15 @@ class Environment(Resource):
             self._warn_cost(asyncio.get_running_loop().time() - began)
 
     async def reset(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the simulator fresh: by its own ``reset``, whose result comes back, or by making it anew.
+        """Reset the simulator by its own ``reset``, and return the result; or create it again.
 
-        Arguments are for the simulator's ``reset``: ``first = await environment.reset(seed=7)``. Without arguments,
-        and without a ``reset`` that takes none, the object is closed and made anew.
+        Arguments are for the simulator's ``reset``: ``first = await environment.reset(seed=7)``. Without arguments, if
+        there is no ``reset`` that takes none, the object is closed and created again.
 
         Raises:
             ResourceResetError: the simulator is lost.
-            ResourceDied: the simulator died meanwhile, or took longer than ``call_timeout_s`` for its reset or
-                ``start_timeout_s`` for being made.
+            ResourceDied: the simulator died, or took longer than ``call_timeout_s`` for its reset or
+                ``start_timeout_s`` for its creation.
         """
         return await self._finish_even_if_cancelled(self._reset(args, kwargs), "reset")
 
@@ -149,7 +148,7 @@ class Environment(Resource):
             raise ResourceError(f"{self.spec.label} {self.instance} is not gone: {calls} takes no notice of its end.")
 
     async def freeze(self) -> None:
-        """Stop the simulator's process where it is, once a call that nobody waits for any more has ended."""
+        """Stop the simulator's process, once an abandoned call has ended."""
         async with self._lock:
             self._frozen = True
             if isinstance(self._host, ProcessHost):
@@ -167,7 +166,7 @@ class Environment(Resource):
         return self._host.traces
 
     async def _finish_even_if_cancelled(self, work: Coroutine[Any, Any, Any], name: str) -> Any:
-        """Do a work to its end, also when nobody waits for it any more."""
+        """Run some work to its end, even if its caller is cancelled."""
         task = asyncio.create_task(work, name=f"{self.instance}.{name}")
         self._unfinished.add(task)
         task.add_done_callback(self._finished)
@@ -242,7 +241,7 @@ class Environment(Resource):
             timer.cancel()
 
     def _warn_cost(self, seconds: float) -> None:
-        """Say once of a simulator that is costly to make that it is made anew for each owner, though it has a reset."""
+        """Warn once if a simulator is costly to create and is created again for each owner, although it has a reset."""
         spec = self.spec
         if spec.reuse is not None or not (spec.is_single_use and self._resets_freely) or seconds < COSTLY_START_S:
             return
@@ -266,7 +265,7 @@ class Environment(Resource):
             raise
 
     async def _with_deadline(self, limit_s: float, work: Coroutine[Any, Any, T], otherwise: str) -> T:
-        """What comes of a work. If it takes too long, the simulator is lost and ends, as far as it can be ended."""
+        """Return the result of some work. If it takes too long, the simulator is lost and is ended if possible."""
         deadline = asyncio.timeout(limit_s)
         try:
             async with deadline:
@@ -285,7 +284,7 @@ class Environment(Resource):
             task.exception()  # whoever asked may be gone; the failure is then nobody's
 
     async def _wait_unfinished(self, timeout_s: float) -> bool:
-        """Wait for what nobody waits for any more; say whether all of it has ended."""
+        """Wait for abandoned calls. Return whether all of them have ended."""
         if self._unfinished:
             await asyncio.wait(self._unfinished, timeout=timeout_s)
         return not self._unfinished

@@ -64,7 +64,7 @@ class EnvironmentHost(Protocol):
 
     @property
     def traces(self) -> dict[str, Any]:
-        """What outlives this process and how to find it."""
+        """Data to find what would outlive this process."""
         ...
 
 
@@ -113,7 +113,7 @@ class LoopHost:
 
 
 async def _do(work: Callable[[], Any]) -> Any:
-    """What the user's code gives. What it raises that is no `Exception`, such as its exit, leaves it as one."""
+    """Return the result of the user's code. Convert what is no `Exception`, such as an exit, to one."""
     try:
         result = work()
         return await result if isinstance(result, Awaitable) else result
@@ -202,7 +202,7 @@ class ThreadHost:
         return simulator.has_argless_reset(made)
 
     def _tell_to_end(self) -> None:
-        """Have the thread close the simulator, whenever it comes to that, and end."""
+        """Tell the thread to close the simulator and end, as soon as it is free."""
         if self._jobs is not None:
             loop = asyncio.get_running_loop()
             closed: asyncio.Future[Any] = loop.create_future()

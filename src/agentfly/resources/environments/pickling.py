@@ -134,7 +134,7 @@ def find_unpicklable(value: Any, path: str, travels: Callable[[Any], bool]) -> t
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a value is made of, each part with the text that leads to it."""
+    """Return the parts of a value, each with the text that leads to it."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):

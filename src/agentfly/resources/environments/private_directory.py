@@ -11,13 +11,13 @@ from agentfly.core.tree_removal import remove_tree
 
 
 class PrivateDirectory:
-    """A directory of one process, which nobody else may enter.
+    """A directory of one process. No other user may enter it.
 
     Args:
-        name: a part of what it is called.
+        name: a part of its name.
 
     Attributes:
-        path: where it is, or will be.
+        path: its path, also before it exists.
     """
 
     def __init__(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""ProcessHost: runs the simulator in a process of its own."""
+"""ProcessHost: runs the simulator in a separate process."""
 
 from __future__ import annotations
 

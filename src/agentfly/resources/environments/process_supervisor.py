@@ -71,7 +71,7 @@ class SupervisorConfig:
 
 @dataclass(frozen=True)
 class ExitInfo:
-    """How a simulator's process ended.
+    """The end of a simulator's process.
 
     Args:
         exit: its exit status, negative for a signal number; None if the supervisor killed it.

@@ -23,8 +23,8 @@ _ANY = DeclaredTypes()
 class RemoteError(Exception):
     """An exception of a simulator whose own type does not exist here.
 
-    Its class is called as that type is, and derives from the same built-in exception, so that ``except ValueError``
-    catches it where it would have been one.
+    Its class has the name of that type and derives from the same built-in exception, so that ``except ValueError``
+    catches it where it would have caught the original.
     """
 
     def __str__(self) -> str:
@@ -58,15 +58,15 @@ def pickle_error(error: Exception) -> bytes | None:
 
 
 def decode_error(told: ErrorFields, types: DeclaredTypes, parcel: bytes | None = None) -> Exception:
-    """The exception as itself, if its type is built in, AgentFly's own or declared; otherwise one that is called alike.
+    """Return the exception itself if its type is built in, AgentFly's or declared; else one of the same name.
 
     Args:
-        told: what `encode_error` told of it, by whoever wrote that.
-        types: those that are declared.
-        parcel: what `pickle_error` made of it, if the simulator is trusted.
+        told: the result of `encode_error`, which the simulator's process may have forged.
+        types: the declared types.
+        parcel: the result of `pickle_error`, if the simulator is trusted.
 
     Raises:
-        TypeError, ValueError: nothing was told.
+        TypeError, ValueError: ``told`` does not describe an exception.
     """
     name, base, arguments, attributes, message, trace = told
     if not all(isinstance(text, str) for text in (name, base, message, trace)) or not isinstance(attributes, dict):
@@ -94,7 +94,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _arguments(error: Exception) -> tuple[Any, ...] | None:
-    """What an exception was made with; None if it is no data."""
+    """Return the arguments of an exception; None if they are not plain data."""
     arguments: Any = error.args
     if _is_built_in(type(error)):  # which may have kept more of it, as the name of a file
         arguments = error.__reduce__()[1]
@@ -121,7 +121,7 @@ def _restore(
 
 
 def _take_attributes(error: Exception, attributes: dict[str, Any]) -> None:
-    """Give an exception what was told of its attributes, and nothing that its class says."""
+    """Set the received attributes on an exception, without running code of its class."""
     notes = attributes.pop("__notes__", None)
     for note in notes if isinstance(notes, list) else ():
         error.add_note(str(note)[:_MOST_CHARACTERS])

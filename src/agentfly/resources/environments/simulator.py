@@ -34,14 +34,14 @@ def call(simulator: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 async def as_coroutine(result: Awaitable[Any]) -> Any:
-    """What an awaitable of any type gives, as the coroutine that a loop can run."""
+    """Wrap an awaitable of any type into a coroutine that an event loop can run."""
     return await result
 
 
 def as_exception(error: BaseException) -> Exception:
-    """What the user's code raised, as an error that ends neither the loop, nor the thread, nor the process.
+    """Convert what the user's code raised into an error that ends neither the loop, nor the thread, nor the process.
 
-    An exit, which would, and a `StopIteration`, which no future can carry, become a `RuntimeError`.
+    An exit, which would end it, and a `StopIteration`, which no future can carry, become a `RuntimeError`.
     """
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error

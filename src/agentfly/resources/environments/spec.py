@@ -20,56 +20,59 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSpec(ResourceSpec["Environment"]):
-    """A simulator that tools act in: any Python object, made by a factory, living where ``runs`` says.
+    """A simulator that tools act in: any Python object that a factory creates, in the place that ``runs`` names.
 
-    The object needs no base class. What it has by convention:
+    The object needs no base class. By convention it has:
 
-    * ``reset``: if it can be called without arguments, it is called after construction and between two owners, so
-      that each owner meets a fresh simulator. Without such a method the object is made anew for each owner.
-    * ``close``: called before the object is dropped, if there is one.
-    * any other public method, sync or async, usually ``step``: ``await environment.step(action)`` calls it.
+    * ``reset``: if it can be called without arguments, it is called after construction and between two owners, so that
+      each owner gets a fresh simulator. Without such a method the object is created again for each owner.
+    * ``close``: called before the object is dropped, if it exists.
+    * other public methods, sync or async, usually ``step``: ``await environment.step(action)`` calls it.
 
     Args:
-        factory: what makes the object: a class, a function, or its name as ``"package.module:name"``. It is part of
-            the pool's key and compared by identity, so define it once, at the top of a module, and not in a tool.
+        factory: creates the object: a class, a function, or its name as ``"package.module:name"``. It is part of the
+            pool's key and compared by identity, so define it once, at the top of a module, not in a tool.
         args: positional arguments of the factory; hashable.
         kwargs: keyword arguments of the factory, as a mapping or as pairs; hashable values.
-        runs: where the object lives. ``loop``: calls run in the event loop, right for code that answers within a
-            millisecond or is async. ``thread``: on a thread of its own, for blocking calls that wait (a socket, a
-            database); no thread can be ended from outside, so a call that hangs keeps its place. ``process``: in a
-            process of its own, for code that computes, hangs, crashes, leaks or keeps its state in modules.
-        reuse: for a ``process``, ``recreate`` unless said otherwise: each owner gets a process of its own, in which
-            nobody left anything: no state of modules, no variable, no file, no process. ``reset`` says that the
-            object's own ``reset`` is enough, right where making it takes long; in the loop and on threads it has to be.
-        starts: how a ``process`` comes about. ``fork``: the factory's module is imported once, in a process that does
-            nothing else, and each simulator is a fork of that, which takes milliseconds whatever the import takes.
-            If the import starts threads, opens files or starts processes, which forks cannot share, each simulator
-            imports for itself, and a warning says so. ``spawn``: each begins with a fresh interpreter, right for
-            libraries that cannot be forked.
-        env: environment variables of a ``process``, as a mapping or as pairs. It inherits only
-            the variables that programs need to run (`agentfly.resources.process.child.INHERITED_VARIABLES`), so none
-            with a secret. The spec's repr hides their values.
-        workdir: the directory that a ``process`` works in; by default one of its own, empty at first, which is removed
-            when it is gone. Temporary files are always in one of its own.
-        result_types: dataclasses, named tuples, enums, pydantic models, classes of attrs and exceptions that may come
-            out of a ``process``. They arrive with their fields as they are, and no code of theirs is run for it.
-            Everything else that comes out is plain data: numbers, texts, bytes, lists, tuples, dicts, sets, times,
-            paths, images (`agentfly.Image`) and NumPy arrays.
-        allow_pickle: whether any object may come out of a ``process``, as a pickle. Reading a pickle runs what it says,
-            so this gives the simulator's process, and whoever can make it say things, all that this process can do.
-        call_timeout_s: seconds that one call may take before the instance counts as lost. A sync call in the loop
-            cannot be interrupted.
+        runs: where the object lives. ``loop``: calls run in the event loop. This suits code that answers within a
+            millisecond or is async. ``thread``: calls run on a thread of their own. This suits blocking calls that wait
+            (a socket, a database). A thread cannot be stopped, so a hanging call keeps it. ``process``: calls run in a
+            separate process. This suits code that computes, hangs, crashes, leaks, or keeps state in modules.
+        reuse: for a ``process``, ``recreate`` by default: each owner gets a new process, without module state,
+            variables, files or processes of an earlier owner. ``reset`` relies on the object's own ``reset``. This
+            suits objects that are slow to create. In the loop and on threads it is the only choice.
+        starts: how a ``process`` starts. ``fork``: the factory's module is imported once, in a process that does
+            nothing else, and each simulator is a fork of it. A fork takes milliseconds, however long the import takes.
+            Forks cannot share threads, open files or child processes. If the import makes some, each simulator imports
+            for itself, with a warning. ``spawn``: each simulator starts a new interpreter. This suits libraries that
+            cannot be forked.
+        env: environment variables of a ``process``, as a mapping or as pairs. It inherits only the variables that
+            programs need to run (`agentfly.resources.process.child.INHERITED_VARIABLES`), and so no secret. The spec's
+            repr hides their values.
+        workdir: the working directory of a ``process``; by default a new, empty one that is removed at its end.
+            Temporary files are always in a directory of the process.
+        result_types: dataclasses, named tuples, enums, pydantic models, classes of attrs and exceptions that a
+            ``process`` may return. They arrive with their fields unchanged, and none of their code runs for it. All
+            other results are plain data: numbers, texts, bytes, lists, tuples, dicts, sets, times, paths, images
+            (`agentfly.Image`) and
+                NumPy
+            arrays.
+        allow_pickle: whether a ``process`` may return any object, as a pickle. Reading a pickle runs code that the
+            pickle names. So this gives the simulator's process, and anyone who controls its results, all rights of this
+            process.
+        call_timeout_s: maximum number of seconds of one call before the instance counts as lost. A sync call in the
+            loop cannot be interrupted.
 
-    ``memory`` is enforced for ``process``, on the simulator with all that it starts: by a control group where this
-    process may make some, otherwise by measuring it. In the loop and on threads it only counts in the engine's budget.
+    ``memory`` limits a ``process`` together with all processes that it starts: by a control group where this process
+    may create one, otherwise by measuring. In the loop and on threads it only counts in the engine's budget.
 
-    A simulator that keeps state in its module, so that two in one process would disturb each other, says so by an
-    attribute ``thread_safe = False`` of its class or factory; it is then refused anywhere but in a process of its own.
+    A simulator that keeps state in its module, so that two in one process would disturb each other, sets the attribute
+    ``thread_safe = False`` on its class or factory. It is then accepted only in a process of its own.
 
     Raises:
-        ConfigError: an argument is not hashable or not given as it should be, the factory's name is malformed, or the
+        ConfigError: an argument is not hashable or has the wrong form, the factory's name is malformed, or the
             simulator is not thread-safe and does not get a process of its own.
-        UsageError: ``runs="process"``, and the factory or an argument cannot travel to another process.
+        UsageError: ``runs="process"``, and the factory or an argument cannot be pickled.
     """
 
     factory: Callable[..., Any] | str
@@ -100,7 +103,7 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
 
     @property
     def is_single_use(self) -> bool:
-        """Whether each owner gets an instance of its own: in a process, unless ``reuse`` says otherwise."""
+        """Whether each owner gets a new instance: in a process, unless ``reuse`` says otherwise."""
         return self.reuse == "recreate" or (self.reuse is None and self.runs == "process")
 
     @property
@@ -116,7 +119,7 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
         return 4 if self.starts == "spawn" else 1
 
     def timeout_message(self, method: str) -> str:
-        """What is said of a call that took longer than ``call_timeout_s``."""
+        """Return the message for a call that took longer than ``call_timeout_s``."""
         return f"{method}() did not end within call_timeout_s={self.call_timeout_s:g}"
 
     @property

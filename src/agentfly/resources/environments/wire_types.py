@@ -99,14 +99,14 @@ KNOWN: tuple[type, ...] = (Image,)
 
 
 class DeclaredTypes:
-    """Takes values of some types apart, and puts them together without calling any code of theirs.
+    """Takes values of declared types apart, and rebuilds them without calling any of their code.
 
     Args:
-        types: dataclasses, classes of attrs, pydantic models, named tuples, enums and exceptions. Others have no parts
-            that anybody knows of.
+        types: dataclasses, classes of attrs, pydantic models, named tuples, enums and exceptions. Other types have no
+            known parts.
 
     Raises:
-        TypeError: one is nothing of this, or a field of it is a descriptor, which is code that runs when it is set.
+        TypeError: a type is of another kind, or one of its fields is a descriptor, whose code would run when it is set.
     """
 
     def __init__(self, types: Iterable[type] = ()) -> None:
@@ -123,7 +123,7 @@ class DeclaredTypes:
         return name if name in self._types and not issubclass(kind, BaseException) else None
 
     def fields_of(self, value: Any) -> FieldValues:
-        """What a value of a declared type is made of."""
+        """Return the fields of a value of a declared type."""
         if isinstance(value, Enum):
             return (value.name,) if value.name in type(value).__members__ else (None, value.value)
         if isinstance(value, tuple):
@@ -160,7 +160,7 @@ class DeclaredTypes:
 
 
 def qualified_name(kind: type) -> str:
-    """What a type is called: its module and its name in it."""
+    """Return a type's module and name."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 

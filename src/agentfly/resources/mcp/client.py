@@ -20,18 +20,18 @@ MAX_PAGES = 10_000
 
 
 class EndlessToolListing(Exception):
-    """A list of tools that does not end. The message says why, and goes on from "it"."""
+    """A list of tools that does not end. The message says why, as a sentence about "it"."""
 
 
 async def list_all_tools(client: Client) -> tuple[Tool, ...]:
-    """All tools of a server, however many pages it lists them on.
+    """Return all tools of a server, from all pages of its list.
 
-    A cursor may be the empty text. Some servers mean by it that there is no further page: then that page cannot be had,
-    or is the first one again.
+    A cursor may be the empty text. For some servers that means that there is no further page. That page then fails or
+    is the first one again.
 
     Raises:
-        EndlessListing: a cursor comes back, or there are too many pages.
-        Exception: as the client raises it.
+        EndlessToolListing: a cursor is repeated, or there are too many pages.
+        Exception: raised by the client.
     """
     if client.server_capabilities.tools is None:
         return ()
@@ -66,15 +66,15 @@ _SAID = 1000  # characters
 
 
 def to_agentfly_error(error: Exception, name: str, tool_error_codes: Collection[int]) -> AgentFlyError:
-    """What a call failed with.
+    """Return the typed error for a failed call.
 
-    The model is told of errors that the server makes of a call. Whatever HTTP says, and whatever is no message of the
-    protocol, is infrastructure.
+    Errors that the server reports about a call go to the model. HTTP errors, and answers that are not messages of the
+    protocol, are infrastructure failures.
 
     Args:
-        error: what the client raised.
-        name: what the server is called.
-        tool_error_codes: which of the reserved codes say that a call was wrong.
+        error: the client's exception.
+        name: name of the server, for messages.
+        tool_error_codes: the reserved codes that mean that the call was wrong.
     """
     if isinstance(error, AgentFlyError):
         return error
@@ -116,11 +116,11 @@ class MCPSession:
         self._asking: set[asyncio.Future[Any]] = set()
 
     async def start(self) -> Client:
-        """Begin it, and wait until the server has said what it is.
+        """Begin the session, and wait for the server's introduction.
 
         Raises:
-            SessionOver: it came to nothing; the message says why.
-            AgentFlyError: as the transport raises it.
+            SessionOver: the session did not begin; the message says why.
+            AgentFlyError: raised by the transport.
         """
         self._ready = asyncio.get_running_loop().create_future()
         self._life = asyncio.create_task(self._live(self._ready), name=self._name)
@@ -137,11 +137,11 @@ class MCPSession:
         return self._life is None or self._life.done()
 
     async def request(self, request: Callable[[Client], Awaitable[T]]) -> T:
-        """What the server answers.
+        """Return the server's answer.
 
         Raises:
-            SessionOver: the session is over, or ended meanwhile.
-            Exception: what the request raises.
+            SessionOver: the session is over, or ended during the request.
+            Exception: raised by the request.
         """
         if self._life is None or self._ready is None or self._life.done() or not self._ready.done():
             raise self._failure()
@@ -159,7 +159,7 @@ class MCPSession:
                 await asyncio.wait({asking})
 
     async def retire(self, within_s: float) -> None:
-        """End it once what is being asked has been answered, or after so many seconds."""
+        """End the session once its requests are answered, or after this many seconds."""
         if self._asking:
             await asyncio.wait({*self._asking}, timeout=within_s)
         await self.stop(within_s)
@@ -215,16 +215,16 @@ class SessionExpired(Exception):
 
 
 class ReconnectingSession:
-    """A way to a server, over which many may ask at a time.
+    """A connection to a server for concurrent requests.
 
     Attributes:
         tools: the server's tools.
-        unreachable: whether nobody was there to answer the last request.
+        unreachable: whether the last request found no server.
 
     Args:
-        transport: how messages of a session get there and back; called for each session.
+        transport: transports the messages of a session; called for each session.
         spec: the server.
-        name: what the server is called.
+        name: name of the server, for messages.
     """
 
     def __init__(
@@ -266,17 +266,17 @@ class ReconnectingSession:
         await self._session.request(_greet)
 
     async def ask(self, request: Callable[[Client], Awaitable[T]], *, keeps_state: bool) -> T:
-        """What the server answers.
+        """Return the server's answer.
 
         Args:
-            request: asks a client.
-            keeps_state: whether a session keeps what calls leave in it, so that a new one cannot stand in for it.
+            request: makes the request with a client.
+            keeps_state: whether calls leave state in a session, so that a new session cannot replace it.
 
         Raises:
             SessionOver: the server is gone.
-            SessionForgotten: the server has forgotten the session, which keeps something.
-            ToolError: the server refuses the call as it is.
-            ResourceError: there is no answer, or none that the protocol knows.
+            SessionForgotten: the server has forgotten the session, which has state.
+            ToolError: the server rejects the call.
+            ResourceError: there is no answer, or none of the protocol.
         """
         session = self._session
         try:
@@ -294,7 +294,7 @@ class ReconnectingSession:
             raise self._failure(session, error) from error
 
     async def close(self, grace_s: float) -> None:
-        """End all sessions, in good order as far as that is done in so many seconds."""
+        """End all sessions, in good order if that takes at most this many seconds."""
         going = [task for task in (self._reconnecting, *self._closing_sessions) if task is not None and not task.done()]
         for task in going:
             task.cancel()
@@ -315,7 +315,7 @@ class ReconnectingSession:
                 self._has_answered = self._has_answered or trouble is not TransportFailure.SESSION_LOST
 
     def _failure(self, session: MCPSession, error: Exception) -> Exception:
-        """What a request failed with. A session that has been replaced takes nobody along."""
+        """Return the error of a failed request. A session that was replaced does not affect others."""
         closed = isinstance(error, MCPError) and error.code == CONNECTION_CLOSED
         if isinstance(error, SessionClosed) or (closed and (self._spec.command or error_message(error) == _CLOSED)):
             if session is self._session:

@@ -81,11 +81,11 @@ class MCPServer(Resource):
         await self._begin(max(0.75 * limit, limit - _TELLING_S))
 
     async def reset(self) -> None:
-        """Begin anew: with a new process, or a new session.
+        """Start a new process, or a new session.
 
         Raises:
-            ResourceStartError: that did not succeed.
-            ResourceDied: it has been released.
+            ResourceStartError: the start failed.
+            ResourceDied: the server was released.
         """
         if self._released:
             raise ResourceDied(f"{self._name} has been released.")
@@ -106,7 +106,7 @@ class MCPServer(Resource):
         return Status.HEALTHY
 
     def quick_status(self) -> Status:
-        """Say whether its program lives and its session goes on, as far as is known."""
+        """Report whether its program and session are alive, as far as known."""
         connection = self._connection
         if self._dead_reason is not None or connection is None or connection.closed or connection.unreachable:
             return Status.BROKEN
@@ -122,7 +122,7 @@ class MCPServer(Resource):
 
     @property
     def traces(self) -> dict[str, Any]:
-        """The directory that marks the program and whatever it starts, and the process that keeps them."""
+        """The directory that marks the program and its descendants, and the process that supervises them."""
         if not self.spec.command:
             return {}
         return {"directory": str(self._directory), **(self._program.traces if self._program is not None else {})}
@@ -137,22 +137,22 @@ class MCPServer(Resource):
     async def call(self, tool: str, arguments: Mapping[str, Any], *, keeps_state: bool = True) -> CallToolResult:
         """Call one of the server's tools.
 
-        A server at an address may forget its sessions, for instance because it was started again. The call then goes
-        on in a new session, unless one before it has left something in the old one.
+        A server at an address may forget its sessions, for instance after a restart. The call then continues in a new
+        session, unless an earlier call left state in the old one.
 
         Args:
-            tool: the tool's name there.
+            tool: the tool's name on the server.
             arguments: its arguments, by name.
-            keeps_state: whether calls leave something in the session that later ones need.
+            keeps_state: whether calls leave state in the session that later calls need.
 
         Returns:
-            What the server answers. That the tool failed is said in it: ``is_error``.
+            The server's answer. Its ``is_error`` says whether the tool failed.
 
         Raises:
-            ToolError: the server refuses the call as it is: an unknown tool, arguments that do not fit.
-            ResourceDied: the server is gone, or the session with what calls before have left in it.
-            ResourceError: it did not answer within ``call_timeout_s``, or not as the protocol wants it, or HTTP says
-                that something else is wrong than the call.
+            ToolError: the server rejects the call: an unknown tool, or arguments that do not fit.
+            ResourceDied: the server is gone, or the session with the state of earlier calls.
+            ResourceError: there was no answer within ``call_timeout_s``, the answer violates the protocol, or HTTP
+                reports an error that is not about the call.
         """
         self._calls += 1
         try:
@@ -169,7 +169,7 @@ class MCPServer(Resource):
             self._calls -= 1
 
     def log(self, size: int = 2**16) -> str:
-        """The end of what the program wrote to its standard error, in at most so many bytes."""
+        """Return the end of the program's standard error, at most this many bytes."""
         from agentfly.resources.mcp.transports import log_file
 
         return log_tail(log_file(self._directory), size)
@@ -214,7 +214,7 @@ class MCPServer(Resource):
         return f" The end of its log:\n{end}" if end else " It wrote nothing to its log."
 
     def _relative_path_advice(self) -> str:
-        """What to do if the command names files by paths that are not absolute, and says not of which directory."""
+        """Return advice if the command has relative file paths and no directory for them."""
         if self.spec.cwd:
             return ""
         here = [word for word in self.spec.command if not word.startswith("-") and Path(word).is_file()]

@@ -23,31 +23,30 @@ if TYPE_CHECKING:
 class MCPServerSpec(ResourceSpec["MCPServer"]):
     """A server of the Model Context Protocol, whose tools a model can call (see `agentfly.mcp_tools`).
 
-    With a ``command`` an instance is a process of its own, spoken to over its standard input and output; a reset is a
-    new process. With a ``url`` an instance is a session with a server that somebody else runs, over streamable HTTP; a
-    reset is a new session, and what the server keeps beyond sessions is its own affair.
+    With a ``command``, an instance is a process that communicates over its standard input and output. A reset starts a
+    new process. With a ``url``, an instance is a session with a running server, over streamable HTTP. A reset begins a
+    new session; state that the server keeps beyond sessions stays.
 
     Args:
-        command: the program and its arguments, one text a word, such as ``("uvx", "mcp-server-git")``.
-        url: the address of a server, such as ``https://host/mcp``. Everybody sees it who sees the spec, so credentials
+        command: the program and its arguments, one text each, such as ``("uvx", "mcp-server-git")``.
+        url: the address of a server, such as ``https://host/mcp``. It is visible wherever the spec is, so credentials
             belong in ``api_key_env`` and ``headers_env``.
-        env: environment variables of the program, as a mapping or as pairs. Of this process's it gets only those that
-            programs need to run: ``PATH``, ``HOME`` and the like. Values may be secrets, and are not in the spec's
-            repr.
-        cwd: the directory that the program runs in; empty for an empty one of its own.
+        env: environment variables of the program, as a mapping or as pairs. It inherits only variables that programs
+            need to run: ``PATH``, ``HOME`` and the like. Values may be secrets; the spec's repr hides them.
+        cwd: the directory that the program runs in; empty for a new, empty one.
         api_key_env: the environment variable that holds the key sent to ``url`` as ``Authorization: Bearer …``.
         headers_env: further secret headers: a mapping, or pairs, of a header's name and the environment variable that
             holds its value.
-        call_timeout_s: seconds that one call may take before it counts as a failure of the server. What a tool may
-            take before the model is told that it took too long is ``mcp_tools(timeout_s=…)``.
-        tool_error_codes: with which of the codes that JSON-RPC reserves (-32768 to -32000) the server says that a call
-            was wrong, so that the model is told; with any other it says that something is wrong with itself. By
-            default those for wrong arguments and for what it does not know. Errors of other numbers, and results that
-            say ``isError``, are always told to the model.
-        max_log_bytes: how much of the end of what the program writes to its standard error is kept.
+        call_timeout_s: maximum number of seconds of one call before it counts as a failure of the server.
+            ``mcp_tools(timeout_s=…)`` is the time after which the model is told that a tool took too long.
+        tool_error_codes: those codes reserved by JSON-RPC (-32768 to -32000) with which the server reports that a call
+            was wrong, so that the model is told. Other reserved codes mean that the server itself failed. By default
+            the codes for wrong arguments and for unknown names. Errors with other numbers, and results with
+            ``isError``, always go to the model.
+        max_log_bytes: number of bytes kept from the end of the program's standard error.
 
     Raises:
-        ConfigError: a field has a value that cannot be, or there is not one of ``command`` and ``url``.
+        ConfigError: a field has an invalid value, or not exactly one of ``command`` and ``url`` is given.
     """
 
     command: tuple[str, ...] = ()

@@ -61,7 +61,7 @@ _SHOWN = 200  # characters of what a server says instead of an answer
 
 
 class TransportFailure(StrEnum):
-    """What kept HTTP from bringing an answer."""
+    """The reason why HTTP brought no answer."""
 
     SESSION_LOST = "session lost"  # the server knows nothing of the session any more
     UNREACHABLE = "unreachable"  # nobody is there who could answer, now
@@ -69,7 +69,7 @@ class TransportFailure(StrEnum):
 
 
 def transport_failure_of(error: Exception) -> TransportFailure | None:
-    """The trouble of which an error speaks; None for an error that the server itself, or the package, has made."""
+    """Return the transport failure behind an error; None if the server or the package raised it."""
     data = error.data if isinstance(error, MCPError) else None
     return (
         TransportFailure(data[_MARK])
@@ -79,13 +79,13 @@ def transport_failure_of(error: Exception) -> TransportFailure | None:
 
 
 class MCPHTTPClient(httpx2.AsyncClient):
-    """The client of one session.
+    """The HTTP client of one session.
 
-    Until something has been answered, connections that fail raise, so that the start fails with their errors.
+    Before the first answer, failed connections raise, so that the start fails with their errors.
 
     Args:
-        credentials: what goes out in the headers, and is taken out of what is told.
-        timeout: how long connecting, and one read, may take.
+        credentials: sent in the headers, and removed from messages.
+        timeout: maximum duration of a connection attempt, and of one read.
     """
 
     def __init__(self, credentials: Credentials, timeout: httpx2.Timeout) -> None:
@@ -148,7 +148,7 @@ class MCPHTTPClient(httpx2.AsyncClient):
         response.stream = _Body(response.stream, kind == "text/event-stream", self._credentials)
 
     async def _pause(self) -> None:
-        """Wait before a stream of events is opened anew: a server may ask for that at once, again and again."""
+        """Wait before an event stream is opened again. A server may otherwise request that in an endless loop."""
         now = time.monotonic()
         at = max(now, self._next_stream_at)
         self._next_stream_at = at + BETWEEN_STREAMS_S
@@ -295,15 +295,15 @@ Outgoing = MemoryObjectSendStream[SessionMessage]
 async def stdio_transport(
     spec: MCPServerSpec, program: SupervisedProgram, directory: Path, faults: list[str]
 ) -> AsyncIterator[tuple[Incoming, Outgoing]]:
-    """Start a program and speak with it over its standard input and output, a message a line.
+    """Start a program, and communicate over its standard input and output, one message per line.
 
-    With the block its input ends, which tells it to end.
+    The program's input ends with the block, which tells it to exit.
 
     Args:
         spec: the server.
-        program: what is to keep it.
-        directory: the directory that is its alone.
-        faults: gets what the program has done that no message can be read behind.
+        program: supervises the program.
+        directory: its private directory.
+        faults: receives faults of the program after which no message can be read.
     """
     near, far = socket.socketpair()
     with far:
@@ -345,7 +345,7 @@ async def http_transport(spec: MCPServerSpec) -> AsyncIterator[tuple[object, obj
 
 
 def log_file(directory: Path) -> Path:
-    """Where a program has its log."""
+    """Return the path of a program's log."""
     return directory / "log"
 
 

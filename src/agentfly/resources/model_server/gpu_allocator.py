@@ -86,17 +86,17 @@ class GPUAllocator:
         return chosen
 
     async def release(self, instance: str) -> None:
-        """Give back what an instance has, if it has anything.
+        """Release the devices of an instance, if it has any.
 
         Raises:
-            ResourceError: the file cannot be used. What the instance has is free when this process has ended.
+            ResourceError: the file cannot be used. The devices are then free once this process has ended.
         """
         async with self._claims() as claims:
             claims.pop(instance, None)
 
     @asynccontextmanager
     async def _claims(self) -> AsyncIterator[GPUClaims]:
-        """What is claimed by the living, to be changed without waiting for anything in between."""
+        """Yield the claims of live processes, to be changed without waiting in between."""
         deadline = time.monotonic() + _PATIENCE_S
         with contextlib.ExitStack() as locked:
             try:
@@ -124,7 +124,7 @@ class GPUAllocator:
         return None
 
     def _remove_unused(self) -> None:
-        """Remove the files of earlier boots, and those of other machines in which nothing is claimed."""
+        """Remove files of earlier boots, and files of other machines without claims."""
         for path in self._directory.iterdir():
             with contextlib.suppress(OSError, ValueError, FileLocked):
                 if path != self._file:
@@ -148,7 +148,7 @@ class GPUAllocator:
 
 
 def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
-    """The names of the NVIDIA devices that a process with this environment may use; none if it cannot be told."""
+    """Return the names of the NVIDIA devices that a process with this environment may use; empty if unknown."""
     if (named := environment.get(VISIBLE)) is not None:
         return tuple(name.strip() for name in named.split(",") if name.strip())
     # A container may have the third device of its host alone, and its number is zero there.
@@ -156,7 +156,7 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
 
 
 def _living(text: bytes) -> GPUClaims:
-    """The claims in a file that are not those of dead processes.
+    """Return the claims in a file, without those of dead processes.
 
     Raises:
         ValueError: the file holds something else.

@@ -46,9 +46,9 @@ _INSTANCE = re.compile(r"[\w.-]{1,100}")
 class ModelServer(Resource, Judge, TokenServer):
     """A language model behind an OpenAI-compatible server on this machine: ``await server.chat(messages)``.
 
-    A server that dies is started again, as often as the spec allows; its address stays the same. A request that was
-    under way then is sent once more, and whatever is asked meanwhile waits. Adapters are loaded again. So a restart
-    shows as nothing but time; once there were too many, all raises `ResourceDied`, which is never the policy's fault.
+    A server that dies is restarted at the same address, as often as the spec allows. A request that was running is sent
+    once more, and new requests wait. Adapters are loaded again. So a restart only costs time. After too many restarts,
+    all calls raise `ResourceDied`, which is never the policy's fault.
     """
 
     spec: ModelServerSpec
@@ -155,7 +155,7 @@ class ModelServer(Resource, Judge, TokenServer):
 
     @property
     def api_key(self) -> str:
-        """The key without which the server answers nobody."""
+        """The key that every request needs."""
         return self._key
 
     @property
@@ -212,7 +212,7 @@ class ModelServer(Resource, Judge, TokenServer):
         self._loaded.adapters.pop(name, None)
 
     def log(self, size: int = 2**16) -> str:
-        """The end of the server's log, without its secrets, in at most so many bytes."""
+        """Return the end of the server's log without its secrets, at most this many bytes."""
         return log_tail(log_file(self._directory), size)
 
     # --- asking -----------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class ModelServer(Resource, Judge, TokenServer):
     async def request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, call_timeout_s: float | None = None
     ) -> Mapping[str, Any]:
-        """Make one request, for what has no method of its own; see `TokenServer.request`."""
+        """Make a request that has no method here; see `TokenServer.request`."""
         url, limit = server_url(self.base_url, path), call_timeout_s or self.spec.call_timeout_s
         return parse_response(
             await self._ask(

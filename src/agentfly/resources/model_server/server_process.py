@@ -22,12 +22,12 @@ from agentfly.resources.process.supervisor import ProgramSpec, log_tail
 
 @dataclass
 class LoadedState:
-    """What was put into a server.
+    """The weights and adapters loaded into a server.
 
     Attributes:
-        weights: the directory of the weights that were put in the place of its own; None if none were.
-        load_method: the worker's method that did it.
-        weights_version: what the weights were called; None if they were not.
+        weights: the directory of the weights that replaced the model's own; None if none did.
+        load_method: the worker's method that loaded them.
+        weights_version: the label of the weights; None if they have none.
         adapters: directories of LoRA adapters, by name.
     """
 
@@ -37,7 +37,7 @@ class LoadedState:
     adapters: dict[str, str] = field(default_factory=dict)
 
     async def restore(self, server: TokenServer) -> None:
-        """Have a fresh server hold all of it. Errors are those of `TokenServer`."""
+        """Load all of it into a new server. Errors are those of `TokenServer`."""
         if self.weights is not None:
             await server.load_weights(self.weights, by=self.load_method)
             await server.reset_prefix_cache()
@@ -57,20 +57,20 @@ _TOLD_LOG = 4096
 
 
 class ServerProcess:
-    """A server's process and a client of it.
+    """A server's process, and a client of it.
 
     Args:
         spec: what to serve.
-        name: what messages call it.
-        directory: where it runs and has its log.
-        listener: the socket that it serves. It belongs to whoever starts the server, so that the port is the same
-            in the next run, and no other program can get it in between and be told the key.
-        key: what it answers to.
-        gpus: the graphics processors that it gets; none leaves it to the engine.
+        name: name of the server, for messages.
+        directory: where it runs and writes its log.
+        listener: the socket that it serves. It belongs to the caller. So the port stays the same after a restart, and
+            no other program can take it in between and receive the key.
+        key: the key that it requires.
+        gpus: the graphics processors that it gets; empty leaves the choice to the engine.
 
     Attributes:
         client: calls it.
-        restart_decided: set once it has ended and whoever minds it has decided what comes after it.
+        restart_decided: set once it has ended and its supervisor has decided on a restart.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ServerProcess:
         await self._process.stop(grace_s)
 
     def kill(self) -> None:
-        """Have it killed with everything that it had started; `wait` tells when that is done."""
+        """Kill it with all its descendants. `wait` returns when that is done."""
         self._process.kill()
 
     async def is_well(self) -> bool:
@@ -181,5 +181,5 @@ class ServerProcess:
 
 
 def log_file(directory: Path) -> Path:
-    """Where a server that runs in a directory has its log."""
+    """Return the log file of a server that runs in a directory."""
     return directory / "log"

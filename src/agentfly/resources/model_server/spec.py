@@ -24,47 +24,46 @@ _GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 class ModelServerSpec(ResourceSpec["ModelServer"]):
     """A language model behind an OpenAI-compatible server that is started on this machine.
 
-    The server listens on the loopback only, at a port that the system picks and nobody else can get while the server
-    is there, and answers nobody who does not have its key, which is made up anew for each instance.
+    The server listens on the loopback interface only, at a port that the system picks and no other program can take
+    during its life. It requires a key, which is new for each instance.
 
     Args:
-        model: a directory in the format of Hugging Face, or the model's name on the hub.
-        engine: ``"vllm"``, or the absolute path of a Python program that serves the OpenAI API on the socket it is
-            given (see `agentfly.resources.model_server.vllm_command` for what it is told).
-        python: the interpreter that has the engine, or the directory of its virtual environment; None takes
-            ``$AGENTFLY_VLLM_PYTHON`` when the server starts, or else the interpreter that runs this program.
-        device: where the model runs; ``"auto"`` becomes ``"gpu"`` where the machine has a driver for graphics
-            processors, and otherwise ``"cpu"``.
-        tensor_parallel: how many devices each layer is split over.
-        pipeline_parallel: how many devices the layers are divided among.
-        data_parallel: how many copies of the model answer side by side.
-        gpu_memory_utilization: share of each device's memory that the engine may take, keys and values included.
-        kv_cache: size of the memory for keys and values of each device, as bytes or a text such as ``"4GiB"``; 0
-            leaves it to ``gpu_memory_utilization``.
-        context_length: the most tokens of prompt and answer together; None takes what the model was made for.
-        dtype: the type of weights and activations, for instance ``"bfloat16"``; ``"auto"`` takes the model's own.
-        max_num_seqs: the most sequences that are sampled at a time; None leaves it to the engine.
-        adapters: the most LoRA adapters that are held at a time; 0 turns adapters off.
+        model: a directory in the Hugging Face format, or the model's name on the hub.
+        engine: ``"vllm"``, or the absolute path of a Python program that serves the OpenAI API on the socket that it
+            inherits (see `agentfly.resources.model_server.vllm_command` for its arguments).
+        python: the interpreter that has the engine, or the directory of its virtual environment. None uses
+            ``$AGENTFLY_VLLM_PYTHON`` when the server starts, or else the interpreter of this program.
+        device: where the model runs; ``"auto"`` becomes ``"gpu"`` if the machine has a driver for graphics processors,
+            and otherwise ``"cpu"``.
+        tensor_parallel: number of devices that each layer is split over.
+        pipeline_parallel: number of devices that the layers are divided among.
+        data_parallel: number of copies of the model.
+        gpu_memory_utilization: fraction of each device's memory that the engine may use, keys and values included.
+        kv_cache: size of the memory for keys and values of each device, as bytes or a text such as ``"4GiB"``; 0 leaves
+            it to ``gpu_memory_utilization``.
+        context_length: maximum number of tokens of prompt and answer together; None for the model's own limit.
+        dtype: the type of weights and activations, for instance ``"bfloat16"``; ``"auto"`` uses the model's own.
+        max_num_seqs: maximum number of sequences that are sampled at a time; None leaves it to the engine.
+        adapters: maximum number of LoRA adapters that are loaded at a time; 0 turns adapters off.
         adapter_rank: the highest rank of an adapter.
         seed: seeds the engine.
-        arguments: further arguments of the engine's command line, one text a word.
-        env: environment variables of the server, as a mapping or as pairs. They are added to those of this process.
-            Their values may be secrets, and are not in the spec's repr.
-        served_model_name: the name that requests give for the model; empty takes the last part of ``model``.
-        restarts: how often a server that dies is started again within ``restart_window_s``, before the instance
-            counts as broken.
-        restart_window_s: see there, in seconds.
-        health_timeout_s: seconds that a server may take to say that it is well. One that does not, and has not ended so
-            many seconds later, is killed and started again.
-        call_timeout_s: seconds that one request may take, waiting for a restart included.
-        max_log_bytes: how much of the end of the server's log is kept.
+        arguments: further arguments of the engine's command line, one text each.
+        env: environment variables of the server, as a mapping or as pairs, in addition to those of this process. Values
+            may be secrets; the spec's repr hides them.
+        served_model_name: the model's name in requests; empty uses the last part of ``model``.
+        restarts: maximum number of restarts within ``restart_window_s`` before the instance counts as broken.
+        restart_window_s: length of that window in seconds.
+        health_timeout_s: maximum number of seconds for an answer to a health check. A server that does not answer and
+            has not ended this many seconds later is killed and restarted.
+        call_timeout_s: maximum number of seconds of one request, including the wait for a restart.
+        max_log_bytes: number of bytes kept from the end of the server's log.
 
-    ``gpus`` is the product of the three kinds of parallelism where the device is ``"gpu"``, unless it is given: servers
-    for which it is less than that share devices. Which ones a server gets is settled among all model servers of the
-    user, unless ``env`` has ``CUDA_VISIBLE_DEVICES``.
+    For the device ``"gpu"``, ``gpus`` is by default the product of the three kinds of parallelism. Servers with a
+    smaller value share devices. All model servers of the user coordinate which devices each gets, unless ``env`` sets
+    ``CUDA_VISIBLE_DEVICES``.
 
     Raises:
-        ConfigError: a field has a value that cannot be.
+        ConfigError: a field has an invalid value.
     """
 
     model: str
@@ -121,7 +120,7 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
 
     @property
     def devices(self) -> int:
-        """How many devices the server runs on."""
+        """Number of devices that the server runs on."""
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
     def interpreter(self) -> str:

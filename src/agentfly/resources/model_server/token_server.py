@@ -33,15 +33,15 @@ class WeightVersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class TokenSample:
-    """A continuation of a prompt.
+    """A sampled continuation of a prompt.
 
     Attributes:
-        ids: the sampled token ids, in order; the stop id included if one was sampled.
-        logprobs: per id, its log-prob under the distribution it was sampled from, temperature and cuts applied; at
+        ids: the sampled token ids in order, including the stop id if one was sampled.
+        logprobs: log-prob per id under the distribution that it was sampled from, temperature and cuts applied; at
             temperature 0 those at temperature 1.
         finish_reason: ``stop`` if a stop id was sampled, ``length`` if a limit cut it.
-        weight_versions: the labels of the weights that the ids came from, in order; empty if the server tells none.
-        prompt_ids: the prompt that was continued, where the server was asked to tell it.
+        weight_versions: the labels of the weights that the ids came from, in order; empty if the server reports none.
+        prompt_ids: the prompt that was continued, if the server was asked to return it.
     """
 
     ids: tuple[int, ...]
@@ -161,7 +161,7 @@ class ServedModel:
 
 
 class TokenServer(ABC):
-    """Whatever can be asked for token ids: a `ModelServer`, or a running server that was given by its address."""
+    """A server that samples token ids: a `ModelServer`, or a running server given by its address."""
 
     @abstractmethod
     async def request(
@@ -238,11 +238,12 @@ class TokenServer(ABC):
         return read_sample(answer, length, stop_ids)
 
     async def prompt_logprobs(self, ids: Sequence[int], *, adapter: str | None = None) -> tuple[float, ...]:
-        """The log-prob of each id but the first given those before it, at temperature 1 and without cuts.
+        """Return the log-prob of each id after the first, given those before it, at temperature 1 and without cuts.
 
-        One request has the server read them all, which takes no part of the prefix cache. There must be room for one
-        token more. vLLM cannot do it on a server that holds adapters: other requests beside it kill the engine, and
-        adapters of the output layer are left out (vllm-project/vllm issues 16668 and 51594).
+        One request scores them all and does not use the prefix cache. There must be room for one more token. vLLM
+        cannot score on
+        a server with adapters: concurrent requests crash the engine, and adapters of the output layer are ignored
+        (vllm-project/vllm issues 16668 and 51594).
 
         Errors are those of `generate`.
         """
@@ -272,7 +273,7 @@ class TokenServer(ABC):
         return await self.request("POST", "/inference/v1/generate", body)
 
     async def served_model(self) -> ServedModel:
-        """The first model that the server names. Errors are those of `request`."""
+        """Return the first model that the server lists. Errors are those of `request`."""
         answer = await self.request("GET", "/v1/models", call_timeout_s=CONTROL_TIMEOUT_S)
         try:
             first = answer["data"][0]
@@ -330,7 +331,7 @@ class TokenServer(ABC):
         return str(answer.get("weight_version"))
 
     async def pause(self, running: Literal["wait", "keep"], *, call_timeout_s: float) -> None:
-        """Let nothing be sampled until `resume`. What runs is waited for, or kept where it is, to go on then."""
+        """Stop sampling until `resume`. Running requests are finished first, or are kept and continue then."""
         await self.request("POST", f"/pause?mode={running}&clear_cache=false", {}, call_timeout_s=call_timeout_s)
 
     async def resume(self) -> None:
@@ -341,10 +342,10 @@ class TokenServer(ABC):
         """Empty the prefix cache.
 
         Args:
-            running: have what runs, or is paused, compute its keys and values anew; otherwise nothing may run.
+            running: whether running or paused requests compute their keys and values again; otherwise none may run.
 
         Raises:
-            APIUnavailable: it is still in use.
+            APIUnavailable: the cache is still in use.
             ResourceDied, ModelAPIError: as in `request`.
         """
         path = f"/reset_prefix_cache?reset_running_requests={str(running).lower()}"

@@ -79,7 +79,7 @@ def server_environment(spec: ModelServerSpec, key: str, gpus: Sequence[str] = ()
 
 
 def secret_values(variables: Mapping[str, str]) -> list[str]:
-    """What must not be in a log: the values of variables whose names say that they are secret."""
+    """Return the values that must not be in a log: those of variables whose names say that they are secret."""
     return [
         value
         for name, value in variables.items()

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class WeightsInPlace:
-    """What is added to a worker of vLLM."""
+    """Methods added to a worker of vLLM."""
 
     def load_weights_in_place(self, weights_path: str | None = None) -> dict[str, Any]:
         """Serve other weights of the same model from now on.
@@ -59,7 +59,7 @@ def _tensors(files: list[Path], names: list[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _pack_again(model: Any) -> None:
-    """Make the packed copies of embedding and output matrices anew, where the platform has such copies."""
+    """Rebuild the packed copies of embedding and output matrices, on platforms that have such copies."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.platforms import current_platform
 

@@ -1,11 +1,11 @@
-"""Serves a model with vLLM on a socket that it is given. Run by the interpreter that has vLLM, which AgentFly has not.
+"""Serves a model with vLLM on an inherited socket. The interpreter that has vLLM runs it; that one lacks AgentFly.
 
     python serve_vllm.py LISTENER --model DIRECTORY ...
 
-LISTENER is the descriptor of a bound socket. What follows are the options of vLLM's own server, which serves token ids
-(``--enable-scale-out``) and has the worker extension of `agentfly_weights` unless they name another. Every request, of
-whatever path, must carry the key in ``$AGENTFLY_SERVER_KEY``: vLLM's own ``--api-key`` leaves the paths open through
-which a server is controlled.
+LISTENER is the descriptor of a bound socket. The other options are those of vLLM's own server. It serves token ids
+(``--enable-scale-out``) and has the worker extension of `agentfly_weights`, unless the options name another. Every
+request, with any path, must carry the key in ``$AGENTFLY_SERVER_KEY``. vLLM's own ``--api-key`` leaves the paths open
+that control a server.
 """
 
 from __future__ import annotations

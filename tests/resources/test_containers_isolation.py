@@ -261,9 +261,9 @@ async def test_a_box_whose_processes_had_the_memory_limit_end_it_is_their_own_do
             assert await box.status() is Status.HEALTHY, attempt  # it is its owner's doing, who is told by each call
             await box.reset()
             assert (await box.run("echo new")).stdout == "new\n"
-        bubble = box._sandbox.process  # type: ignore[union-attr]
-        bubble.kill()
-        await bubble.exited.wait()
+        process = box._sandbox.process  # type: ignore[union-attr]
+        process.kill()
+        await process.exited.wait()
         with pytest.raises(ResourceDied):
             await box.run("true")
 

@@ -78,16 +78,16 @@ async def test_nothing_of_the_host_can_be_written_however_open_it_is(box: Contai
 
 async def test_the_pipes_that_the_host_opens_cannot_be_replaced_by_links_to_its_files(box: Container) -> None:
     await box.run("true", new_process=True)
-    exchange = box._sandbox.process.shell_directory
-    before = sorted(path.name for path in exchange.iterdir())
+    shell_directory = box._sandbox.process.shell_directory
+    before = sorted(path.name for path in shell_directory.iterdir())
     tries = (
         "rm -f $d/$p; mv $d/$p $d/q; ln -sf /etc/shadow $d/$p; ln -s /etc/shadow $d/new; mkfifo $d/fifo; mv $d $d.old"
     )
     result = await box.run(
-        f"d={exchange}; for p in {{0..3}}.out {{0..3}}.err session.sh command spawn; do {tries}; done"
+        f"d={shell_directory}; for p in {{0..3}}.out {{0..3}}.err session.sh command spawn; do {tries}; done"
     )
     assert result.stdout == ""
-    assert sorted(path.name for path in exchange.iterdir()) == before
+    assert sorted(path.name for path in shell_directory.iterdir()) == before
     assert (await box.run("echo alive", new_process=True)).stdout == "alive\n"
 
 

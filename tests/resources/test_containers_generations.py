@@ -1,4 +1,4 @@
-"""Containers of bubblewrap: lives that follow one another, snapshots as long as they are needed, ice that melts."""
+"""Bubblewrap containers: resets and their generations, the lifetime of snapshots, freezing."""
 
 # ruff: noqa: ASYNC240  (looking at the host's files is what these tests are about)
 
@@ -47,7 +47,7 @@ def groups_of(instance: str) -> list[Path]:
     return [path for parent in home.parents.values() for path in parent.glob(f"agentfly-{instance}-*")] if home else []
 
 
-# --- lives ------------------------------------------------------------------------------------------------------------
+# --- generations ------------------------------------------------------------------------------------------------------
 
 
 async def test_after_the_first_reset_the_next_life_stands_ready_and_goes_with_the_box(
@@ -355,7 +355,7 @@ def test_a_snapshot_that_cannot_be_removed_is_tried_again_and_fails_nobody_else(
     assert not made[0].directory.exists()
 
 
-@pytest.mark.parametrize("failing", ["the end of the old life", "the begin of the new one"])
+@pytest.mark.parametrize("failing", ["the end of the old generation", "the start of the new one"])
 async def test_a_reset_that_fails_in_one_half_waits_for_the_other_and_leaves_nothing_after_the_release(
     monkeypatch: pytest.MonkeyPatch, name: Callable[[], str], failing: str
 ) -> None:
@@ -374,17 +374,17 @@ async def test_a_reset_that_fails_in_one_half_waits_for_the_other_and_leaves_not
         done.append("begin")
         return await begin()
 
-    async def ends(life: object) -> None:
-        if life is None:  # there is none that stood ready
+    async def ends(generation: object) -> None:
+        if generation is None:  # there was no standby
             return
-        if failing == "the end of the old life":
+        if failing == "the end of the old generation":
             await fails()
         await asyncio.sleep(0.05)
         done.append("end")
-        await end(life)
+        await end(generation)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sandbox, "_begin", begins if failing == "the end of the old life" else fails)
+        patch.setattr(sandbox, "_begin", begins if failing == "the end of the old generation" else fails)
         patch.setattr(sandbox, "_end", ends)
         with pytest.raises(OSError, match="as in the test"):
             await box.reset()

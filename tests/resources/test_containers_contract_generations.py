@@ -1,4 +1,4 @@
-"""What a container does on every backend through its life: ports, ice, resets, forks, the end."""
+"""What a container does on every backend over its lifetime: ports, freezing, resets, forks, the end."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ async def test_a_reset_leaves_nothing_of_the_one_before(
     ground: Ground, start: Start, processes_with: ProcessesWith
 ) -> None:
     box = await start(ground, setup=("echo ready > setup; S=1",))
-    for _ in range(3):  # the second and later ones may find the next life ready
+    for _ in range(3):  # the second and later ones may find the next generation ready
         everywhere = ". ~ ${TMPDIR:-/tmp}" + (" /var/tmp /tmp /dev/shm" if not ground.able.isolation_gaps else "")
         await box.run(f"for d in {everywhere}; do echo x > $d/mine; done; rm setup; X=5; cd /; sleep 9801 &")
         await box.run("python3 -c 'import socket; s = socket.socket(socket.AF_UNIX); s.bind(\"s\")' 2>/dev/null")

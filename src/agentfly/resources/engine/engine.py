@@ -56,22 +56,22 @@ R = TypeVar("R", bound=Resource)
 
 
 class ResourceEngine:
-    """Gets resources for owners, shares them out, and sees to it that everything goes away in the end.
+    """Acquires resources for owners, shares them, and ensures that all of them are released in the end.
 
-    Use it as ``async with ResourceEngine() as engine``. Entering removes what dead processes have left behind; leaving
-    releases everything, however the block ends, in bounded time. An engine belongs to the event loop it was entered in.
+    Use it as ``async with ResourceEngine() as engine``. Entering removes orphans of dead processes. Leaving releases
+    everything, however the block ends, in bounded time. An engine belongs to the event loop in which it was entered.
 
     Args:
-        budget: what all instances together may take of the host; by default without limit.
-        ledger: the directory where it is written down what runs, so that a later process can remove it should this
-            one be killed; by default ``$AGENTFLY_STATE_DIR`` or the user's state directory.
-        events: where it is told what happens.
-        max_concurrent_starts: how many instances may be starting at once. By default `STARTS_PER_CORE` for each core
-            that this process may run on, of which a start that begins with a fresh interpreter counts for four, and one
-            by the daemon of a container engine for two.
+        budget: the part of the host that all instances together may use; by default without limit.
+        ledger: the directory for the ledger of running instances, with which a later process can remove them if this
+            one is killed; by default ``$AGENTFLY_STATE_DIR`` or the user's state directory.
+        events: receives the events.
+        max_concurrent_starts: maximum number of concurrent starts. By default `STARTS_PER_CORE` per processor core of
+            this process; a start with a new interpreter counts as four, and one by the daemon of a container engine as
+            two.
 
     Raises:
-        ConfigError: an argument is of another type, or ``max_concurrent_starts`` is no whole number of at least 1.
+        ConfigError: an argument has another type, or ``max_concurrent_starts`` is not a whole number of at least 1.
     """
 
     def __init__(
@@ -148,28 +148,27 @@ class ResourceEngine:
         priority: int = 0,
         callers: tuple[Hashable, ...] = (),
     ) -> Lease[R]:
-        """A lease of a live instance of ``spec``; waits while there is none to be had.
+        """Lease a live instance of ``spec``. Wait while none is available.
 
         Args:
-            spec: what is needed.
-            owner: who it is for. The same owner, spec and scope get the same lease, also when asked concurrently,
-                unless the scope is ``call``.
+            spec: the resource.
+            owner: the owner of the lease. The same owner, spec and scope get the same lease, also concurrently, unless
+                the scope is ``call``.
             scope: ``rollout`` and ``call`` instances have one owner at a time; ``global`` ones have several.
-            timeout: seconds to wait at most; None waits as long as it takes.
-            priority: higher ones are served first.
-            callers: the threads of control that wait for the answer, for instance a tool call and the task in it that
-                asks; by default the running task. What is held for a call comes back when the first of them ends,
-                and so never while a request waits that it is among the callers of. That is how a deadlock is told
-                from calls that run side by side.
+            timeout: maximum wait in seconds; None for no limit.
+            priority: higher priorities are served first.
+            callers: the tasks that wait for the answer, for instance a tool call and the task in it that asks; by
+                default the running task. An instance held for a call is released when the first of its callers ends, so
+                never while a request of that caller waits. This distinguishes a deadlock from concurrent calls.
 
         Raises:
-            AcquireTimeout: nothing came free in time; the message lists the holders.
-            ResourceStartError: the instance that was started for this request did not start.
-            ResourceDied: the owner's instance is gone, and with it what the owner had in it.
+            AcquireTimeout: nothing became free in time; the message lists the holders.
+            ResourceStartError: the instance started for this request failed to start.
+            ResourceDied: the owner's instance is gone, with the owner's data in it.
             DeadlockBroken: the wait could never have ended.
             EngineClosed: the engine is closed.
-            ConfigError: the spec takes more than the whole budget.
-            UsageError: the spec is of no registered kind, or cannot be hashed; ``timeout`` is no number of seconds; or
+            ConfigError: the spec exceeds the whole budget.
+            UsageError: the spec has no registered kind, or cannot be hashed; ``timeout`` is not a number of seconds; or
                 this is not the engine's event loop.
         """
         validate_spec(spec)
@@ -185,15 +184,17 @@ class ResourceEngine:
         priority: int = 0,
         callers: tuple[Hashable, ...] = (),
     ) -> tuple[Lease[Any], ...]:
-        """Leases of one instance of each of ``specs``, with scope ``rollout``: all at once, when all can be had.
+        """Lease one instance of each of ``specs`` with scope ``rollout``: all at once, when all are available.
 
-        Until then the owner holds none of them, so that owners who each need several cannot block one another. Its
-        turn comes as anybody's does: what comes free for it is given to nobody who came later. What it has already
-        counts as had.
+        Until then the owner holds none of them, so that owners with several specs cannot block one another. The request
+        has a
+        place in the queue like any other: an instance that becomes free for it is not given to a later request.
+            Instances that
+        the owner already has count as available.
 
         Args: as of `acquire`.
 
-        Raises: as `acquire`; the owner then has none of what it did not have before.
+        Raises: as `acquire`. The owner then has no more instances than before.
         """
         for spec in specs:
             validate_spec(spec)
@@ -217,12 +218,12 @@ class ResourceEngine:
         return self._calls.track(owner)
 
     def prefetch(self, specs: Iterable[ResourceSpec[Any]]) -> None:
-        """Prepare for specs that will be needed soon: fetch images, and start what a spec keeps ready (``warm``).
+        """Prepare for specs that will be needed soon: fetch images, and start ``warm`` instances.
 
-        Returns at once. What cannot be prepared is logged, and tried again by whoever acquires it.
+        Return at once. Failures are logged, and the next acquire tries again.
 
         Raises:
-            UsageError: a spec is of no registered kind, or cannot be hashed; or this is not the engine's event loop.
+            UsageError: a spec has no registered kind, or cannot be hashed; or this is not the engine's event loop.
         """
         loop = self._own_loop()
         self._preparer.prefetch(specs, lambda spec: self._execute(self._scheduler.prefetched(spec, loop.time())))
@@ -237,9 +238,9 @@ class ResourceEngine:
         return task.result()
 
     async def close(self) -> None:
-        """Release everything. Whoever waits gets `EngineClosed`. Returns when all is gone, also if it is cancelled.
+        """Release everything. Waiting requests fail with `EngineClosed`. Return when all is gone, even if cancelled.
 
-        What cannot be removed is logged, and left to the ledger for a later process.
+        Instances that cannot be removed are logged, and stay in the ledger for a later process.
         """
         if self._loop is None:
             return
@@ -298,7 +299,7 @@ class ResourceEngine:
         return leases
 
     def _cancel_request(self, request: AcquireRequest, answer: PendingAcquire) -> None:
-        """A request has come to nothing, perhaps after it was answered: nobody is there to take what it was given."""
+        """Cancel a request, even if it was answered meanwhile: its lease is released."""
         self._execute(self._scheduler.cancelled(request.id, self._now()))
         for lease in answer.received:
             self._execute(self._scheduler.declined(lease.id, self._now()))
@@ -308,7 +309,7 @@ class ResourceEngine:
         return take_snapshot(self._scheduler, self._instances, 0.0 if self._loop is None else self._loop.time())
 
     def occupancy(self) -> dict[str, Occupancy]:
-        """How much instances were leased and used so far, by the labels of their specs; those that are gone too."""
+        """Return leased and busy time by the labels of specs. Removed instances count too."""
         return self._instances.occupancy()
 
     # --- carrying out what the scheduler decides ----------------------------------------------------------------------
@@ -407,7 +408,7 @@ class ResourceEngine:
             await self._instances.close()
 
     def _schedule_tick(self) -> None:
-        """Have the scheduler told of the time when something is due."""
+        """Schedule the next tick of the scheduler, for the time when something is due."""
         due = self._scheduler.next_tick()
         if (
             due is None

@@ -24,16 +24,16 @@ QUERY_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True)
 class LiveRun:
-    """An engine with something started, by its ledger.
+    """An engine with instances, found by its ledger.
 
     Attributes:
         pid: its process.
-        machine: the machine that its process runs on.
-        command: what was run, as far as that can be seen from here.
-        age_seconds: the age of its process; None if that cannot be seen from here.
-        dead: whether its process is certainly gone, so that what it started was left behind.
-        started: what its ledger says it has started, which is not yet gone.
-        snapshot: what it answered.
+        machine: the machine of its process.
+        command: the command line, as far as it is visible here.
+        age_seconds: the age of its process; None if not visible here.
+        dead: whether its process is certainly gone, so that its instances are orphans.
+        started: the instances that its ledger records as started and not removed.
+        snapshot: its answer.
         no_answer_reason: why there is no answer; empty if there is one.
     """
 
@@ -97,11 +97,11 @@ async def _run(path: Path) -> LiveRun | None:
 
 
 async def _admit(window: Path) -> EngineSnapshot:
-    """What an engine answers.
+    """Return an engine's answer.
 
     Raises:
         TimeoutError: it does not answer.
-        OSError: there is nobody to ask.
+        OSError: no engine listens.
         ValueError, KeyError, TypeError: the answer cannot be read.
     """
     loop = asyncio.get_running_loop()

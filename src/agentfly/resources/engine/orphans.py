@@ -46,10 +46,10 @@ async def reap_orphans(directory: Path | None = None, *, repeat: bool = False) -
 
     Args:
         directory: the state directory; by default the user's (see `agentfly.resources.process.ledger.state_directory`).
-        repeat: whether to tell of unreachable orphans that have been told before.
+        repeat: whether to report unreachable orphans again.
 
     Returns:
-        What was removed.
+        The removed orphans.
     """
     removed: list[LedgerEntry] = []
     failed: list[tuple[LedgerEntry, Exception]] = []
@@ -106,7 +106,7 @@ def _tell_unreachable(failed: list[tuple[LedgerEntry, Exception]], repeat: bool)
 
 
 def _counted(failed: list[tuple[LedgerEntry, Exception]]) -> str:
-    """How many orphans these are of each kind, with the name of one."""
+    """Return the number of these orphans by kind, with the name of one."""
     kinds = Counter(entry.kind for entry, _ in failed)
     numbers = ", ".join(f"{kind}: {number}" for kind, number in kinds.items())
     return f"Orphans of dead processes ({numbers}; one of them is {failed[0][0].instance})"
@@ -179,7 +179,7 @@ def _locked(path: Path) -> Iterator[bool]:
 
 
 def _finished_ledgers(files: list[Path]) -> list[Path]:
-    """The ledgers among some files. What was being made when the power went, and is old by now, is removed."""
+    """Return the ledgers among some files. Old drafts, left by a power failure, are removed."""
     ledgers = []
     for path in files:
         if path.suffix != ".ledger" and not path.suffix.endswith(("draft", "unfinished")):

@@ -68,7 +68,7 @@ class Preparer:
         preparation.result()
 
     def invalidate(self, spec: Spec) -> None:
-        """Forget a preparation, whose result may be gone."""
+        """Forget a preparation whose result may be gone."""
         self._done.pop(_key(spec), None)
 
     def prefetch(self, specs: Iterable[Spec], prepared: Callable[[Spec], None]) -> None:

@@ -15,18 +15,18 @@ from agentfly.resources.scheduler.scheduler import Scheduler
 
 @dataclass(frozen=True)
 class InstanceSnapshot:
-    """An instance.
+    """The state of an instance.
 
     Attributes:
         name: its name.
         state: starting, idle, leased, resetting, stopping or stuck.
-        owners: who holds it.
-        state_seconds: how long it has been in its state.
-        age_seconds: how long ago it started.
-        uses: how many owners it has had.
-        frozen: whether its processes are stopped, because nobody uses it.
-        held_seconds: for how long it has been leased, in all.
-        busy_seconds: for how long something that an owner called was running in it, in all.
+        owners: its owners.
+        state_seconds: time in this state.
+        age_seconds: time since its start.
+        uses: number of owners so far.
+        frozen: whether its processes are stopped, because no call uses it.
+        held_seconds: total time with a lease.
+        busy_seconds: total time in which a call of an owner ran in it.
     """
 
     name: str
@@ -86,7 +86,7 @@ class EngineSnapshot:
 
 
 def take_snapshot(scheduler: Scheduler, lifecycle: LiveInstances, now: float) -> EngineSnapshot:
-    """What a scheduler and a lifecycle know at a time."""
+    """Return the current state of a scheduler and a lifecycle."""
     return EngineSnapshot(
         tuple(
             PoolSnapshot(

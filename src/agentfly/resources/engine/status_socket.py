@@ -24,13 +24,13 @@ MAX_STATUS_CLIENTS = 8
 
 
 def socket_path(ledger: Path) -> Path:
-    """Where the window of the engine is whose ledger this is."""
+    """Return the path of the status socket of the engine with this ledger."""
     return ledger.with_suffix(".sock")
 
 
 @contextlib.contextmanager
 def short_path(path: Path) -> Iterator[str]:
-    """A path of the same place that is short enough for a socket's address, whatever ``path`` is."""
+    """Yield an equivalent path that is short enough for a socket's address."""
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{directory}/{path.name}"
@@ -39,10 +39,10 @@ def short_path(path: Path) -> Iterator[str]:
 
 
 class StatusSocket:
-    """Answers everybody who connects with one view as JSON. It costs nothing while nobody looks.
+    """Sends each client one snapshot as JSON. It costs nothing without clients.
 
     Args:
-        look: what there is to be seen at the moment, JSON-able.
+        look: returns the snapshot, JSON-able.
     """
 
     def __init__(self, look: Callable[[], dict[str, Any]]) -> None:
@@ -53,9 +53,9 @@ class StatusSocket:
         self._answers: set[asyncio.Task[None]] = set()
 
     def open(self, ledger: Path) -> None:
-        """Open beside a ledger; nothing is done if it is open there. Where that cannot be, it is logged.
+        """Open the socket beside a ledger, unless it is open there. A failure is logged.
 
-        It closes by itself when this process has no descriptors left for those who look.
+        It closes by itself when this process has no descriptors left for clients.
         """
         path = socket_path(ledger)
         if path == self._path:

@@ -115,7 +115,7 @@ class ActiveCall:
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """How long instances were alive, held and busy, added up over instances.
+    """Time in which instances were alive, held and busy, summed over instances.
 
     Attributes:
         leases: number of leases.

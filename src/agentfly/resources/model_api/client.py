@@ -184,13 +184,13 @@ class ModelClient:
         await self.request("GET", urljoin(self.base_url, "/health"), call_timeout_s=call_timeout_s)
 
     async def request(self, method: str, path: str, body: Json | None = None, *, call_timeout_s: float) -> bytes:
-        """Make one request and return the body of its answer, for what has no method of its own.
+        """Make a request that has no method here, and return the body of the answer.
 
         Args:
             method: ``GET`` or ``POST``.
-            path: what to append to the base, such as ``/embeddings``, or a whole URL on the same server.
-            body: what to send, as JSON.
-            call_timeout_s: seconds that it may take.
+            path: appended to the base URL, such as ``/embeddings``, or a whole URL on the same server.
+            body: the JSON body.
+            call_timeout_s: maximum duration in seconds.
 
         Errors are those of `chat`.
         """
@@ -335,7 +335,7 @@ def _to_json(body: Json) -> bytes:
 
 
 def _failure(said: str, status: int, body: str, retry_after_s: float | None) -> ModelAPIError:
-    """What an answer of another status than 200 means for the call."""
+    """Return the error for an answer with a status other than 200."""
     told, code = _error_message(body)
     message = f"{said} answered {status}: {told}"
     if status in _RATE_LIMIT_STATUSES and code != "insufficient_quota":
@@ -347,7 +347,7 @@ def _failure(said: str, status: int, body: str, retry_after_s: float | None) -> 
 
 
 def _error_message(body: str) -> tuple[str, str | None]:
-    """What an error's body says, and the code that it gives, where it is written as OpenAI and vLLM write it."""
+    """Return the message and code in an error's body, if it has the form of OpenAI or vLLM."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"])[:_MAX_ERROR_CHARS], error.get("code")

@@ -25,10 +25,10 @@ _END = re.compile(r"[\s.*_`]*\Z")
 
 
 def require_complete(verdict: ChatCompletion, wanted: str) -> str:
-    """What a judge said, where it said it all.
+    """Return a judge's text if it is complete.
 
     Raises:
-        APIMalformed: it was cut off, and half of a number is a number too.
+        APIMalformed: it was cut off. Half of a number is a number too.
     """
     if verdict.finish_reason == "length":
         raise APIMalformed(f"The judge was cut off before its {wanted}. Raise max_tokens.")
@@ -36,16 +36,16 @@ def require_complete(verdict: ChatCompletion, wanted: str) -> str:
 
 
 def text_after_reasoning(text: str) -> str:
-    """What follows the last thought of a judge."""
+    """Return the text after a judge's last reasoning."""
     return text[_reasoning_ends(text)[0] :].strip()
 
 
 def final_object_with(key: str, text: str) -> dict[str, Any]:
-    """The JSON object with a key that a judge concludes with; else an empty one.
+    """Return the JSON object with a key that concludes a judge's text; an empty one if there is none.
 
-    A judge thinks, and quotes what the response says. So the object must be the end of what it said, or stand on lines
-    of its own; it must not stand in thoughts, closed or not, or inside another one; and it is never repaired. Of
-    several, the last is the conclusion.
+    A judge reasons, and quotes responses. So the object must end the text, or stand on separate lines. It must not be
+    inside reasoning, closed or not, or inside another object. It is never repaired. The last of several is the
+    conclusion.
     """
     for cut in _reasoning_ends(text):
         found, start, end = _last_object(key, text, cut)
@@ -55,7 +55,7 @@ def final_object_with(key: str, text: str) -> dict[str, Any]:
 
 
 def _reasoning_ends(text: str) -> list[int]:
-    """Where what is said may begin: behind the last end of a thought, or one before, if an object quotes the last."""
+    """Return possible starts of the visible text: after the last end of reasoning, or an earlier one that is not quoted."""
     ends = [thought.end() for thought in _THOUGHT.finditer(text) if thought.group(1) or thought.group(2)]
     return [*ends[: -_MOST_CUTS - 1 : -1], 0]
 
@@ -98,12 +98,12 @@ _RANKING_REMINDER = (
 
 
 def ranking_instruction(count: int, criterion: str | None) -> str:
-    """What a judge is told of ranking so many responses."""
+    """Return the judge's instruction for ranking this many responses."""
     return _RANKING_INSTRUCTION.format(criterion=criterion or CRITERION, count=count)
 
 
 def ranking_reminder(count: int) -> str:
-    """What a judge is told that has given no ranking of so many responses."""
+    """Return the message to a judge that gave no ranking of this many responses."""
     return _RANKING_REMINDER.format(count=count)
 
 
@@ -121,9 +121,9 @@ def read_ranking(verdict: ChatCompletion, count: int) -> list[int]:
 
 
 def scores_of(responses: Sequence[str], distinct: Sequence[str], ranking: Sequence[int]) -> list[float]:
-    """Scores for responses of which the distinct ones were ranked: evenly from 1 for the best to 0 for the worst.
+    """Return scores for responses whose distinct texts were ranked: evenly from 1 for the best to 0 for the worst.
 
-    Responses with the same text share the mean of the places that they take up together.
+    Responses with the same text share the mean of their places.
     """
     last = len(responses) - 1
     scores: dict[str, float] = {}
@@ -163,7 +163,7 @@ _REMINDER = (
 
 
 class Judge(ABC):
-    """Whatever can chat and so can judge."""
+    """A chat model that scores and ranks responses."""
 
     @abstractmethod
     async def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> ChatCompletion:
@@ -208,21 +208,21 @@ class Judge(ABC):
         criterion: str | None = None,
         **parameters: Any,
     ) -> list[float]:
-        """Have the model put responses in order, and score them by their places.
+        """Rank responses with the model, and score them by their places.
 
         Args:
-            responses: what to rank, for instance those of all attempts at one task.
-            answer: the right answer, if there is one to compare with.
-            question: what the responses were given to: a text, or messages.
-            criterion: what makes one better than another, in words; by default how right it is.
+            responses: the responses, for instance those of all attempts at one task.
+            answer: the right answer, if there is one.
+            question: the question: a text, or messages.
+            criterion: what makes a response better, in words; by default correctness.
             parameters: as in `chat`.
 
         Returns:
             A score for each response, evenly from 1 for the best to 0 for the worst. Responses with the same text share
-            the mean of their places. Where all are the same nothing is asked, and each has 0.5.
+            the mean of their places. If all are the same, no request is made and each has 0.5.
 
         Raises:
-            APIMalformed: the judge was asked `MAX_ATTEMPTS` times and gave no order of all of them.
+            APIMalformed: the judge gave no order of all responses in `MAX_ATTEMPTS` attempts.
             UsageError, ModelAPIError, AcquireTimeout, ResourceDied: as in `score`.
         """
         distinct = list(dict.fromkeys(responses))
@@ -243,7 +243,7 @@ class Judge(ABC):
         read: Callable[[ChatCompletion], T],
         parameters: Mapping[str, Any],
     ) -> T:
-        """What is read from what the model says; it is asked again, with what it said, while it says nothing of use."""
+        """Return the verdict read from the model's answer. Ask again, with the answer, as long as it has none."""
         verdict = await self.chat(messages, **parameters)
         for _ in range(MAX_ATTEMPTS - 1):
             try:
@@ -255,10 +255,10 @@ class Judge(ABC):
 
 
 def judge_messages(instruction: str, **given: object) -> list[dict[str, Any]]:
-    """What to ask a judge. The texts go in as JSON, so that none of them can pass for an instruction's frame.
+    """Return the messages for a judge. Texts are embedded as JSON, so that none of them can pass for an instruction.
 
     Raises:
-        UsageError: what is given cannot be written as JSON.
+        UsageError: an argument cannot be written as JSON.
     """
     texts = {name: text for name, text in given.items() if text is not None}
     try:
@@ -269,10 +269,10 @@ def judge_messages(instruction: str, **given: object) -> list[dict[str, Any]]:
 
 
 def read_score(verdict: ChatCompletion) -> float:
-    """The score in what a judge said: in the JSON object that it concludes with, or all that it said but its thoughts.
+    """Read the score in a judge's text: in its concluding JSON object, or in the whole text without reasoning.
 
     Raises:
-        APIMalformed: there is none from 0 to 1. A verdict that was cut is none, because half a number is one too.
+        APIMalformed: there is no score from 0 to 1. A verdict that was cut off does not count.
     """
     text = require_complete(verdict, "score")
     found = _number(text_after_reasoning(text))

@@ -111,7 +111,7 @@ class ModelAPISpec(ResourceSpec["ModelAPI"]):
 
     @property
     def limits(self) -> RateLimits:
-        """What may be used of the endpoint."""
+        """The limits on the use of the endpoint."""
         most = 10**9 if self.max_concurrency is None else self.max_concurrency
         return RateLimits(most, self.requests_per_minute, self.tokens_per_minute)
 
@@ -176,7 +176,7 @@ class ModelAPI(Resource, Judge):
         return await caller.call(lambda left: client.chat(messages, call_timeout_s=left, **asked), tokens)
 
     async def complete(self, prompt: str | Sequence[int], **parameters: Any) -> TextCompletion:
-        """Have the model go on from a prompt, which is a text or token ids.
+        """Continue a prompt, which is a text or token ids.
 
         Parameters and errors are those of `chat`. A vLLM server returns the sampled ids for ``return_token_ids=True``.
         """
@@ -190,7 +190,7 @@ class ModelAPI(Resource, Judge):
         return await self._require_started()[0].models()
 
     def use(self) -> EndpointUse:
-        """How much the endpoint is used now, by everybody on this host together.
+        """Return the current use of the endpoint by all processes of this host.
 
         Raises:
             ResourceDied: the resource was released.
@@ -255,10 +255,10 @@ class ModelAPI(Resource, Judge):
 
 
 def estimate_tokens(body: Mapping[str, Any]) -> int:
-    """The most tokens that a request is likely to take: its prompt, and as many as it allows each answer.
+    """Return an upper estimate of a request's tokens: its prompt, and the limit of each answer.
 
     Raises:
-        UsageError: a number of tokens or answers is none, or the prompt has no end.
+        UsageError: a number of tokens or answers is invalid, or the prompt has no end.
     """
     prompt = body.get("messages", body.get("prompt", ""))
     named = next((name for name in ("max_completion_tokens", "max_tokens") if body.get(name)), "")

@@ -30,14 +30,14 @@ CALL_END_MARGIN_S = 5.0
 
 @dataclass(frozen=True)
 class EndpointUse:
-    """How much an endpoint is used at a moment, by everybody on this host together.
+    """The current use of an endpoint by all processes of this host.
 
     Attributes:
-        open_calls: calls under way.
-        allowed_calls: calls allowed at a time: ``max_concurrency``, or less if the far side asked for less.
+        open_calls: running calls.
+        allowed_calls: maximum number of concurrent calls: ``max_concurrency``, or less if the server asked for less.
         requests: requests that count in the window.
-        tokens: tokens that count in the window, with what is reserved for the calls under way.
-        paused_s: seconds for which the far side wants to be left alone.
+        tokens: tokens that count in the window, including those reserved for running calls.
+        paused_s: seconds for which the server does not want further calls.
         waiting: calls of this instance that wait for their turn.
     """
 
@@ -50,7 +50,7 @@ class EndpointUse:
 
 
 class Permit:
-    """A call that was let through. Say what came of it; what is not said is not known."""
+    """Permission for one call. The caller reports its outcome; an outcome that is not reported counts as unknown."""
 
     def __init__(self) -> None:
         self.id = uuid.uuid4().hex
@@ -123,7 +123,7 @@ class RateLimiter:
             self._leave(lambda traffic: self._settle(traffic, passage))
 
     def usage(self) -> EndpointUse:
-        """How much the endpoint is used now."""
+        """Return the current use of the endpoint."""
         with contextlib.suppress(FileLocked):
             return self._account.change(self._read)
         return self._read(self._account.last_read)
@@ -171,7 +171,7 @@ class RateLimiter:
                 await self._changed.wait()
 
     def _ask(self, traffic: UsageWindow, call: str, tokens: int, call_s: float) -> tuple[AdmissionDelay | None, bool]:
-        """Whether to wait, and whether somebody else uses the endpoint too."""
+        """Return whether to wait, and whether another process uses the endpoint too."""
         now = self._clock()
         ends = now + call_s + CALL_END_MARGIN_S
         wait = traffic.admit(self._limits, self.limiter_id, call, tokens, now, ends)

@@ -44,15 +44,15 @@ class FunctionCall:
 
 @dataclass(frozen=True)
 class ChatCompletion:
-    """The first choice of an answer to a chat.
+    """The first choice of a chat completion.
 
     Attributes:
-        text: what the model said; empty if it only called tools.
-        tool_calls: the calls it asks for.
-        finish_reason: ``stop``, ``length``, ``tool_calls`` or what else the far side says; None if it does not.
-        usage: the tokens of the call; None when the far side does not say.
-        model: the model that answered, by its own account.
-        raw: the whole answer, for what is not read above: reasoning, log-probs, further choices.
+        text: the model's text; empty if it only called tools.
+        tool_calls: its tool calls.
+        finish_reason: ``stop``, ``length``, ``tool_calls`` or another value of the server; None if it gives none.
+        usage: the tokens of the call; None if the server does not report them.
+        model: the model that answered, according to the server.
+        raw: the whole answer, with everything that is not read above: reasoning, log-probs, further choices.
     """
 
     text: str

@@ -34,14 +34,14 @@ MAX_RETRY_AFTER_S = 3600.0
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often and how soon a call is made again.
+    """Number and timing of retries.
 
     Attributes:
         max_retries: further tries after the first.
-        call_timeout_s: seconds from the first sending in which all tries must end.
-        wait_s: seconds that a call may wait for its first turn.
-        initial_backoff_s: the pause before the second try, about; it doubles with each.
-        max_backoff_s: no pause is longer.
+        call_timeout_s: seconds from the first try until all tries must have ended.
+        wait_s: maximum number of seconds that a call waits for its first turn.
+        initial_backoff_s: approximate pause before the second try; it doubles with each try.
+        max_backoff_s: maximum pause.
     """
 
     max_retries: int
@@ -51,11 +51,11 @@ class RetryPolicy:
     max_backoff_s: float = 20.0
 
     def pause_s(self, tries: int, chance: float) -> float:
-        """Seconds to wait after so many tries: between half and all of what doubles with each.
+        """Return the pause in seconds after this many tries: between half and all of the backoff.
 
         Args:
             tries: at least 1.
-            chance: from 0 to 1. It keeps calls that failed together from coming back together.
+            chance: from 0 to 1. It spreads calls that failed together.
         """
         full = min(self.max_backoff_s, self.initial_backoff_s * 2.0 ** min(tries - 1, 60))
         return full * (1 + chance) / 2
@@ -79,17 +79,17 @@ class RetryingCaller:
         self._said = ""
 
     async def call(self, send: Callable[[float], Awaitable[C]], tokens: int) -> C:
-        """What ``send`` returns, at the first try that goes well.
+        """Return the result of ``send`` from its first successful try.
 
-        What was refused is not tried again. Anything else is, until the deadline or the number of tries is reached.
+        A refused call is not tried again. Other failures are retried until the deadline or the maximum number of tries.
 
         Args:
-            send: makes the call within so many seconds.
-            tokens: what it may take.
+            send: makes the call within this many seconds.
+            tokens: number of tokens that it may use.
 
         Raises:
             AcquireTimeout: its turn did not come in time.
-            ModelAPIError: why the last try failed.
+            ModelAPIError: the failure of the last try.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._retries.call_timeout_s
@@ -140,7 +140,7 @@ class RetryingCaller:
 
 
 async def _report_outcome(sending: Awaitable[C], passage: Permit) -> C:
-    """What comes of a call; the passage is told what it says of the far side."""
+    """Report a call's outcome to its permit."""
     try:
         completion = await sending
     except UsageError:

@@ -93,7 +93,7 @@ class Cgroup:
             _write(f"{path}/cgroup.procs", pid)
 
     def oom_kills(self) -> int:
-        """How many processes of the group the kernel has killed because the group was over its memory limit."""
+        """Return how many processes of the group the kernel killed for exceeding the memory limit."""
         counter = OOMKillCounter(self)
         try:
             return counter.kills()
@@ -115,10 +115,10 @@ class Cgroup:
         return met and self.oom_kills() > 0
 
     def remove(self, patience_s: float = 2.0) -> None:
-        """Remove the group, whose processes have been killed; see to it that the last of them are gone.
+        """Remove the group after its processes were killed; kill the last ones.
 
         Raises:
-            OSError: there still are processes in it.
+            OSError: there are still processes in it.
         """
         remove_cgroups(self.paths, patience_s)
 
@@ -189,7 +189,7 @@ def remove_cgroups(paths: list[Path], patience_s: float = 2.0) -> None:
 
 
 def _kill_members(path: Path, pids: list[int]) -> None:
-    """Kill processes that were in a group; one that ended meanwhile, and whose id somebody else has, is left alone."""
+    """Kill processes that were in a group. A process id that another process has reused is left alone."""
     opened: dict[int, int] = {}
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -212,10 +212,10 @@ def cgroup_pids(path: Path) -> list[int]:
 
 @dataclass(frozen=True)
 class CgroupParent:
-    """Where this process may make control groups.
+    """The place where this process may create control groups.
 
     Args:
-        parents: the directory to make them in, by controller.
+        parents: the parent directory, by controller.
         version: 1 or 2.
     """
 
@@ -231,7 +231,7 @@ class CgroupParent:
 
 @cache
 def writable_cgroup_parent() -> CgroupParent | None:
-    """Where this process may make control groups that limit memory and processes; None if nowhere."""
+    """Return where this process may create control groups that limit memory and processes; None if nowhere."""
     return _version_2_home() or _version_1_home()
 
 

@@ -1,11 +1,11 @@
-"""Ledger: a file of what this process starts, written before it is started.
+"""Ledger: a file that records what this process starts, before the start.
 
 Each engine has its own file in the state directory. The first line identifies the process. Each further line records an
-instance that is about to start, with what is known of it, or an instance that has been removed. Lines are written
-immediately, so that they survive the process; `sync` flushes them to disk, so that they survive a power failure. Only
-the last line can be truncated by the end of the process, and what it announces then never happened.
+instance that is about to start, with its traces, or an instance that was removed. Lines are written immediately, so
+that they survive the process. `sync` flushes them to disk, so that they survive a power failure. Only the last line can
+be truncated by the end of the process. What it announces then never happened.
 
-A `CleanupRecord` is an entry of its own ledger, for temporary things that belong to no engine.
+A `CleanupRecord` is an entry with a ledger of its own, for temporary things that belong to no engine.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LedgerEntry:
 
 
 def state_directory(chosen: Path | None = None) -> Path:
-    """Where ledgers lie: as chosen, or ``$AGENTFLY_STATE_DIR``, or ``agentfly`` under ``$XDG_STATE_HOME``.
+    """Return the directory of ledgers: as given, ``$AGENTFLY_STATE_DIR``, or ``agentfly`` in ``$XDG_STATE_HOME``.
 
     Raises:
         PrerequisiteError: none of these is given, and the user has no home directory.
@@ -81,21 +81,23 @@ def state_directory(chosen: Path | None = None) -> Path:
 
 
 def fallback_state_directories() -> list[Path]:
-    """Where ledgers lie when the state directory cannot be written: in memory if that can be had, or in a temporary
-    directory. They are the user's alone, and are looked through for orphans too."""
+    """Return the directories used when the state directory is not writable: in memory, or in a temporary directory.
+
+    They belong to the user alone, and are searched for orphans too.
+    """
     user = os.geteuid()
     return [Path(f"/dev/shm/agentfly-state-{user}"), Path(tempfile.gettempdir()) / f"agentfly-state-{user}"]
 
 
 def state_directories(chosen: Path | None = None) -> list[Path]:
-    """Everywhere where ledgers may lie: the state directory, and those of the spare ones that are there."""
+    """Return all existing directories of ledgers: the state directory and the fallbacks."""
     return [state_directory(chosen), *filter(_is_own, fallback_state_directories())]
 
 
 def list_files(directory: Path) -> list[Path]:
-    """What lies in a state directory, in the order of the names.
+    """Return the files of a state directory, sorted by name.
 
-    Nothing in one that this user may not look into, with a warning: nothing is written down there now, but something
+    For a directory that this user may not read, return nothing and warn: nothing is recorded there now, but something
     may have been.
     """
     try:
@@ -118,7 +120,7 @@ def find_ledgers(directory: Path) -> list[Path]:
 
 
 def _is_own(directory: Path) -> bool:
-    """Whether a directory is the user's, and nobody else can write there."""
+    """Whether a directory belongs to the user, and no other user can write there."""
     try:
         found = directory.lstat()
     except OSError:
@@ -180,7 +182,7 @@ class Ledger:
                 os.fdatasync(file)
 
     def close(self) -> None:
-        """Close the file. What is still in it is for a later process to remove once this one is dead."""
+        """Close the file. A later process removes the instances that are still in it, once this process is dead."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -234,7 +236,7 @@ class Ledger:
                 here[1].unlink()
 
     def _rewrite(self) -> None:
-        """Write the ledger anew: as a whole, and then in the place of the old one, so that it is never half there."""
+        """Rewrite the ledger atomically."""
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         header = json.dumps({"ledger": 1, "process": asdict(ProcessIdentity.current())})
         lines = [header, *(_line(entry) for entry in self._entries.values())]
@@ -258,7 +260,7 @@ class Ledger:
 
 
 def read_ledger(path: Path) -> tuple[ProcessIdentity | None, list[LedgerEntry]]:
-    """Whose ledger a file is, and what is in it that is not known to be gone. None when it is no ledger."""
+    """Return a ledger's process, None if it is no ledger, and its entries that are not known to be gone."""
     owner: ProcessIdentity | None = None
     entries: dict[str, LedgerEntry] = {}
     for text in path.read_text(errors="replace").splitlines():
@@ -310,14 +312,14 @@ REMOVE_DIRECTORY = "agentfly.resources.process.ledger:remove_directory"
 
 
 class CleanupRecord:
-    """An entry in a ledger of its own, for what is no instance of an engine but would outlive this process too.
+    """An entry with a ledger of its own, for things outside an engine that would outlive this process.
 
-    Such are what is tried to learn what the machine can do, what is half unpacked, and files for other processes. Make
-    the record before there is anything, and close it when all is gone. If the process dies before, the next engine or
-    ``agentfly resources reap`` removes what is left.
+    Examples are probes of the machine, half-unpacked images, and files for other processes. Create the record before
+    the thing, and close it when the thing is gone. If the process dies in between, the next engine or ``agentfly
+    resources reap`` removes the rest.
 
-    Where no ledger can be written the record does nothing, so that a look at the machine (``agentfly doctor``) never
-    fails for it; an engine can start nothing there either.
+    Where no ledger can be written, the record does nothing, so that a probe of the machine (``agentfly doctor``) never
+    fails for that reason. An engine cannot start anything there either.
     """
 
     def __init__(self, kind: str, reap: str, traces: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ class RotatingLog:
 
     Args:
         path: the current file; the previous one is beside it.
-        limit: bytes that both files may take together.
+        limit: maximum number of bytes of both files together.
         secrets: texts that are redacted, even if they arrive in parts. Of a secret with several lines, such as a
             private key, each line is redacted.
     """

@@ -71,7 +71,7 @@ _WIDE = 64  # starts at once, beyond which they are not counted any more
 
 
 def cause_of(error: BaseException) -> StartFailureCause:
-    """Why a start failed. What is not known to last may pass."""
+    """Return the cause of a failed start. Unknown causes count as temporary."""
     chain: list[BaseException] = []
     one: BaseException | None = error
     while one is not None and len(chain) < _DEPTH:

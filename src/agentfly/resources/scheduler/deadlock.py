@@ -92,7 +92,7 @@ def _unserved(waiter: Waiter) -> list[Waiter]:
 
 
 def _waits_of_blocker(blocker: Blocker, owners: Mapping[str, Owner]) -> list[Waiter]:
-    """The waiters one of which must be served before a blocker goes; empty if it goes anyway."""
+    """Return the waiters of which one must be served before a blocker releases; empty if it releases anyway."""
     return [blocker] if isinstance(blocker, Waiter) else waits_of(blocker, owners)
 
 
@@ -112,7 +112,7 @@ def waits_of(holding: Hold, owners: Mapping[str, Owner]) -> list[Waiter]:
 
 
 def youngest_holder(deadlock: DeadlockSet, owners: Mapping[str, Owner]) -> str | None:
-    """The holder in a deadlock whose first hold is the latest, so that the least work is lost."""
+    """Return the holder in a deadlock whose first hold is the latest, so that the least work is lost."""
 
     def age(owner: Owner) -> tuple[float, int]:
         first = next(iter(owner.holdings.values()))
@@ -123,7 +123,7 @@ def youngest_holder(deadlock: DeadlockSet, owners: Mapping[str, Owner]) -> str |
 
 
 def deadlock_error(victim: str, deadlock: DeadlockSet, now: float) -> DeadlockBroken:
-    """The error for the owner whose request fails; it names the cycle."""
+    """Return the error for the owner whose request fails. It names the cycle."""
     shown = 8
     lines = []
     for waiter, blockers in list(deadlock.items())[:shown]:

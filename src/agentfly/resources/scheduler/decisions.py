@@ -136,7 +136,7 @@ def engine_closed(owner: str, label: str) -> EngineClosed:
 
 
 def owner_ended(owner: str, label: str) -> ResourceError:
-    """The error of a waiting request whose owner was released."""
+    """Return the error for a waiting request whose owner was released."""
     return ResourceError(
         f"{owner} was waiting for {label} when everything of {owner} was released, so it gets none. "
         "Acquire before the rollout ends, or under another owner."
@@ -144,7 +144,7 @@ def owner_ended(owner: str, label: str) -> ResourceError:
 
 
 def instance_died(holding: Hold) -> ResourceDied:
-    """The error of an owner whose instance died."""
+    """Return the error for an owner whose instance died."""
     death = holding.death_error
     assert death is not None  # only called for dead instances
     error = ResourceDied(
@@ -157,7 +157,7 @@ def instance_died(holding: Hold) -> ResourceDied:
 
 
 def start_failed_error(instance: Instance, cause: BaseException, now: float) -> ResourceStartError:
-    """The error of a request whose instance did not start."""
+    """Return the error for a request whose instance failed to start."""
     backoff = instance.pool.backoff
     label = instance.pool.spec.label
     what = instance.name if instance.name.startswith(label) else f"{label} {instance.name}"
@@ -185,7 +185,7 @@ def acquire_timed_out(partners: Sequence[Waiter], holdings: Sequence[list[Hold]]
 
 
 def _shortage(waiter: Waiter, holdings: Iterable[Hold], now: float) -> str:
-    """Who holds the instances of a waiter's pool, for how long, and who else waits."""
+    """Describe the holders of a pool's instances, with times, and the other waiters."""
     pool = waiter.pool
     oldest = sorted(holdings, key=lambda holding: holding.since)
     holders = [

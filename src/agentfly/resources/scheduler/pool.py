@@ -19,7 +19,7 @@ from agentfly.resources.spec import ResourceSpec
 
 
 class InstanceState(StrEnum):
-    """Where an instance is in its life. It counts against capacity and budget in every one of these states."""
+    """The state of an instance. It counts against capacity and budget in every state."""
 
     STARTING = "starting"
     IDLE = "idle"  # nobody holds it; clean, unless it is a shared one that waits for its next owner
@@ -38,16 +38,16 @@ TRANSITIONAL = BECOMING_READY | {InstanceState.STOPPING, InstanceState.STUCK}
 
 @dataclass(slots=True, eq=False)
 class AcquireRequest:
-    """Somebody asks for an instance, or for one of each of several specs, which are granted together or not at all.
+    """A request for one instance, or for one of each of several specs, granted together or not at all.
 
     Args:
-        id: the request's number; never used twice in an engine.
-        specs: what is asked for. Several are for scope ``rollout`` only, and no two of them are equal.
-        owner: whom the lease belongs to, for instance a rollout's id.
-        callers: the threads of control that wait for the answer, for instance a tool call and the task in it that
-            asks. None of them can give anything back meanwhile. The first is the one whose end gives back what is
-            held for a call. Two calls of one owner that run side by side are different callers.
-        deadline: when to give up, on the scheduler's clock; None for never.
+        id: number of the request, unique in an engine.
+        specs: the requested specs. Several are for scope ``rollout`` only, and no two of them are equal.
+        owner: owner of the lease, for instance a rollout's id.
+        callers: the tasks that wait for the answer, for instance a tool call and the task in it that asks. None of them
+            can release anything meanwhile. The end of the first one releases what is held for a call. Two concurrent
+            calls of one owner are different callers.
+        deadline: time at which to give up, on the scheduler's clock; None for never.
     """
 
     id: int
@@ -182,7 +182,7 @@ class PriorityQueue:
             yield from waiters.values()
 
     def add(self, waiter: Waiter) -> None:
-        """Add a waiter behind those of the same priority."""
+        """Add a waiter after those of the same priority."""
         if waiter.priority not in self._by_priority:
             self._by_priority[waiter.priority] = OrderedDict()
             self._by_priority = dict(sorted(self._by_priority.items(), reverse=True))

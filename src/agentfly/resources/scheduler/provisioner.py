@@ -279,7 +279,7 @@ class Provisioner:
         return [instance for instance in self._state.instances.values() if _helps(short, instance.pool.cost)]
 
     def ahead_in_start_queue(self, pool: InstancePool) -> Waiter | None:
-        """The waiter whose start comes before that of a pool; None if the pool is first."""
+        """Return the waiter whose start comes before that of a pool; None if the pool is first."""
         first = self._start_queues[pool.uses_budget].peek()
         return None if first is None or first is pool else first.first_unserved()
 

@@ -55,7 +55,7 @@ def final_object_with(key: str, text: str) -> dict[str, Any]:
 
 
 def _reasoning_ends(text: str) -> list[int]:
-    """Return possible starts of the visible text: after the last end of reasoning, or an earlier one that is not quoted."""
+    """Return possible starts of the visible text: after the last end of reasoning, or an earlier one."""
     ends = [thought.end() for thought in _THOUGHT.finditer(text) if thought.group(1) or thought.group(2)]
     return [*ends[: -_MOST_CUTS - 1 : -1], 0]
 

@@ -126,7 +126,7 @@ def _fingerprint(path: Path) -> str:
 
 
 def _unpacked_path(path: Path) -> Path:
-    """Where an archive was unpacked: a link named by its fingerprint leads there once it is complete."""
+    """Return the path of an unpacked archive: a link named by its fingerprint, created once unpacking is complete."""
     return image_store_directory() / _fingerprint(path)
 
 

@@ -55,10 +55,10 @@ def runtime_directory() -> Path:
 
 
 def traces(instance: str) -> dict[str, Any]:
-    """What reaping needs to remove an instance: its directory.
+    """Return what reaping needs to remove an instance: its directory.
 
-    The directory lists the control groups, and the command lines of its processes contain its path. The same for
-    bubblewrap and Landlock.
+    The directory lists the control groups, and the command lines of its processes contain its path. bubblewrap and
+    Landlock use the same.
     """
     return {"scratch": str(runtime_directory() / instance)}
 

@@ -65,7 +65,7 @@ class PidNamespace:
 
     @classmethod
     def of(cls, first: int) -> PidNamespace:
-        """The namespace of which `first` is process 1."""
+        """Return the namespace whose process 1 is `first`."""
         return cls(first, Path(f"/proc/{first}/ns/pid").stat().st_ino)
 
     def signal(self, pid: int, number: signal.Signals) -> bool:
@@ -85,7 +85,7 @@ class PidNamespace:
         return True
 
     def host_pid(self, inside: int, parent: int) -> int | None:
-        """The host's process id of the child of `parent` whose id in the sandbox is `inside`."""
+        """Return the host's process id of a child of `parent` with the id `inside` in the sandbox."""
         return next((pid for pid in children(parent) if _inner_pid(pid) == inside), None)
 
     def inner_pids(self, parent: int) -> set[int]:
@@ -104,7 +104,7 @@ class PidNamespace:
         self._stop_all({self.init_pid})
 
     def resume(self) -> None:
-        """Send SIGCONT to every process, whoever stopped it."""
+        """Send SIGCONT to every process, including those stopped by others."""
         for pid in self.pids():
             self.signal(pid, signal.SIGCONT)
 

@@ -240,7 +240,7 @@ class FilterRules:
 
 
 def filter_rules(*, namespaces: bool, network: bool, accounted: bool) -> FilterRules:
-    """The rules of a sandbox's filter. The arguments are those of `filter_program`."""
+    """Return the rules of a sandbox's filter. The arguments are those of `filter_program`."""
     refused = _REFUSED | ({} if namespaces else _WITHOUT_NAMESPACES) | ({} if network else _WITHOUT_NETWORK)
     absent = _UNIMPLEMENTED | ({} if accounted else _UNACCOUNTED)
     checked = _CHECKED | (_WITH_NAMESPACES if namespaces else _OTHER_PROCESSES) | ({} if accounted else _SMALL_SEGMENTS)

@@ -34,7 +34,7 @@ class SnapshotImage(str):
             backend: the backend that made it. No other backend can use it.
             name: the backend's name for it.
             drop: called once when nothing refers to the snapshot any more, or at the exit of the process. It may run on
-                any thread at any moment, so it may only record what is to be removed.
+                any thread at any moment, so it may only record what to remove.
         """
         image = super().__new__(cls, f"{PREFIX}{backend}:{name}")
         weakref.finalize(image, drop)

@@ -96,7 +96,7 @@ class _SequentialReader(ABC):
 
 
 class HashingReader(_SequentialReader):
-    """Bytes of which the digest is taken while they are read."""
+    """Computes the digest of bytes while they are read."""
 
     def __init__(self, content: ByteReader, algorithm: str) -> None:
         """Begin at the start."""
@@ -132,7 +132,7 @@ class _Decoder(Protocol):
 
 
 class DecompressingReader(_SequentialReader):
-    """What compressed bytes stand for, decompressed in pieces of bounded size and in bounded memory."""
+    """Decompresses bytes in pieces of bounded size and in bounded memory."""
 
     def __init__(self, compressed: ByteReader, decoder: Callable[[], _Decoder], token: CancelToken) -> None:
         """Begin at the start.
@@ -203,10 +203,10 @@ class DecompressingReader(_SequentialReader):
 
 
 def open_decompressed(content: ByteReader, token: CancelToken) -> ByteReader:
-    """What bytes stand for if they are compressed, in a way that they tell themselves; otherwise the same bytes.
+    """Return a reader of decompressed bytes if their first bytes name a compression; otherwise of the same bytes.
 
     Raises:
-        MalformedArchive: the compression is not supported here.
+        MalformedArchive: the compression is not supported.
     """
     start = content.read(10)
     content.seek(0)

@@ -25,16 +25,15 @@ class TooManySymlinks(Exception):
 
 
 class ConfinedDirectory:
-    """Finds, creates and removes entries of a directory, and touches nothing outside, whatever names and links say.
+    """Finds, creates and removes entries of a directory. It touches nothing outside, whatever names and links say.
 
-    A *place* is a path after all links were followed: names from the directory on, separated by slashes; the directory
+    A *place* is a path after all links were followed: names from the directory on, separated by slashes. The directory
     itself is the empty place. Each step opens one directory from the descriptor of its parent and never follows a link.
-    So
-    a directory that was replaced by a link is not entered.
+    So a directory that was replaced by a link is not entered.
 
     Attributes:
-        lookups: how many names have been looked up to follow links.
-        directories_made: how many directories `make_directory` has made.
+        lookups: number of names looked up to follow links.
+        directories_made: number of directories that `make_directory` created.
     """
 
     def __init__(self, path: Path, token: CancelToken | None = None) -> None:
@@ -80,12 +79,12 @@ class ConfinedDirectory:
     def escapes(self, place: str, target: str) -> bool:
         """Whether a link would lead out of the directory, as seen from outside.
 
-        There, a target that begins with a slash means the host's root. What leads through too many links counts as
+        From outside, a target that begins with a slash starts at the host's root. A chain of too many links counts as
         leading out.
 
         Args:
-            place: the directory that the link is in.
-            target: where it leads.
+            place: the directory that contains the link.
+            target: the link's target.
         """
         if target.startswith("/"):
             return True

@@ -47,7 +47,7 @@ class _Platform(BaseModel):
 
 
 class _OciDescriptor(BaseModel):
-    """What a document of an OCI layout says of another, or of a layer."""
+    """A reference in an OCI layout to another document or to a layer."""
 
     digest: str
     platform: _Platform | None = None
@@ -120,7 +120,7 @@ class _RootfsTar(ImageArchive):
 
 
 class _LayeredImage(ImageArchive):
-    """An image whose files say of which of them its layers are."""
+    """An image whose files name its layers."""
 
     has_whiteouts = True
 
@@ -195,7 +195,7 @@ class _OciLayoutDirectory(_LayeredImage):
 
 
 class _ImageTar(_LayeredImage):
-    """What ``docker save`` writes, or an OCI layout in a tar; or another tar."""
+    """The output of ``docker save``, an OCI layout in a tar, or another tar."""
 
     def __init__(self, content: ByteReader, token: CancelToken, max_length: int) -> None:
         super().__init__(token)
@@ -261,7 +261,7 @@ def _check_layer_count(layers: list[_Any]) -> list[_Any]:
 
 
 def _select_platform(manifests: list[_OciDescriptor]) -> _OciDescriptor:
-    """The image of an index: the only one, or that of this machine's architecture."""
+    """Return the image of an index: the only one, or the one for this machine's architecture."""
     machine = _MACHINES.get(os.uname().machine, os.uname().machine)
     for found in manifests:
         if found.platform is None or found.platform.architecture in (None, machine):

@@ -1,9 +1,9 @@
 """TarReader: the entries of a hostile tar, in bounded time and memory for each.
 
-Python's `tarfile` is not for archives that were made to break it. It takes names, attributes and maps of sparse files
-of any size into memory, and sizes below zero. It may look for a number in an extended header for hours, while all
-threads wait. So the formats are read here: ustar, GNU's, and that of POSIX (pax), with sparse files as GNU tar writes
-them (in its own format, and as version 1.0 in pax).
+Python's `tarfile` is not made for hostile archives. It loads names, attributes and maps of sparse files of any size
+into memory, and accepts negative sizes. It may look for a number in an extended header for hours, while all threads
+wait. So this module reads the formats itself: ustar, GNU's, and POSIX (pax), with sparse files as GNU tar writes them
+(in its own format, and as version 1.0 in pax).
 
 Format: https://www.gnu.org/software/tar/manual/html_node/Standard.html, and pax in IEEE Std 1003.1-2017.
 """

@@ -41,12 +41,12 @@ _ENTRY_ERRNOS = (
 
 @dataclass(frozen=True)
 class UnpackLimits:
-    """What archives may hold together.
+    """Limits on the content of archives.
 
     Args:
-        max_bytes: bytes of all files, the holes of sparse ones included.
-        max_entries: files, directories and links.
-        max_depth: directories one in the other.
+        max_bytes: maximum size of all files, including the holes of sparse ones.
+        max_entries: maximum number of files, directories and links.
+        max_depth: maximum depth of directories.
     """
 
     max_bytes: int
@@ -72,16 +72,14 @@ class ArchiveTooLarge(ArchiveError):
 
 
 class Unpacker:
-    """Unpacks archives, one over the other, into one directory.
+    """Unpacks archives into one directory, each over the earlier ones.
 
-    Links are followed as if that directory were the root of the file system, and directories are opened without
-    following
-    any. So nothing outside is written, changed or removed, whatever the names, links and order of an archive.
-    Everything
-    belongs to the caller afterwards, without set-user-id bits. Devices and pipes are skipped.
+    Links are followed as if that directory were the root of the file system. Directories are opened without following
+    links. So nothing outside is written, changed or removed, whatever the names, links and order of an archive.
+    Everything belongs to the caller afterwards, without set-user-id bits. Devices and pipes are skipped.
 
     Attributes:
-        skipped: the names of entries that were not unpacked, the first 10,000 of them.
+        skipped: names of the entries that were not unpacked, at most the first 10,000.
     """
 
     def __init__(
@@ -263,7 +261,7 @@ class Unpacker:
     # --- places -----------------------------------------------------------------------------------------------------
 
     def _resolve_parent(self, name: str) -> str:
-        """Where the directory of a name in the archive is."""
+        """Return the place of the directory that contains an archive's name."""
         place = self._places.get(name)
         if place is None:
             if len(self._places) >= _MOST_NAMES:

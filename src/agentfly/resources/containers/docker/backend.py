@@ -56,11 +56,11 @@ class Docker(Backend):
 
     @property
     def address(self) -> str | None:
-        """Where the engine listens, as far as is known; None if nowhere."""
+        """Address of the engine's service; None if unknown."""
         return self._address or docker_address()
 
     def probe(self) -> EngineCapabilities:
-        """See `Backend.probe`. A failure is tried anew."""
+        """See `Backend.probe`. After a failure the next call tries again."""
         address = self.address
         if self._found is not None and self._found.address == address:
             return self._found
@@ -127,7 +127,7 @@ class Docker(Backend):
         return SnapshotImage(self.name, name, drop)
 
     def traces(self, spec: ContainerSpec, instance: str) -> dict[str, Any]:
-        """Where the engine listens, and the label of all that belongs to the instance."""
+        """The engine's address, and the label of everything that belongs to the instance."""
         return {"address": self.address, "instance": instance}
 
     def reap(self, traces: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ class Docker(Backend):
         return EngineCapabilities(backend=self.name, available=False, missing=(f"{why} {self._cure}",))
 
     def _key(self, spec: ContainerSpec, found: EngineCapabilities) -> _Key:
-        """What the facts about a spec's image depend on."""
+        """Return the key for the inspection of a spec's image."""
         if (name := snapshot_name(spec.image, self.name)) is not None:
             return (found.address, name, "", "")
         return (found.address, spec.image, spec.workdir, spec.runtime)
@@ -168,5 +168,5 @@ class Podman(Docker):
 
     @property
     def address(self) -> str | None:
-        """Where the engine listens, as far as is known; None if nowhere."""
+        """Address of the engine's service; None if unknown."""
         return self._address or podman_address()

@@ -24,16 +24,16 @@ _EXCHANGE_SIZE = 160 * 2**20
 
 
 class ContainerConfig:
-    """What a spec's containers are like.
+    """The engine's configuration for the containers of a spec.
 
-    Where the agent is an ordinary user, the image is seen read-only, and what the agent may write to is in memory,
-    within its limits. If the image has the programs for it, its keeper is then *guarded*: another user, whom nothing
-    inside can reach, and who can bring the sandbox back to its beginning by ending all processes and emptying these
-    directories. Root may write everywhere, in a layer of the container's own, so only a new container is clean.
+    For an ordinary user, the image is mounted read-only, and writable directories are in memory, within its limits. If
+    the image has the necessary programs, the server in the container is then *privileged*: it runs as another user that
+    nothing inside can reach. It resets the sandbox by killing all processes and emptying these directories. Root may
+    write everywhere, in the container's own layer, so only a new container is clean.
 
     Attributes:
-        inspection: what its image has.
-        privileged_server: whether the keeper is.
+        inspection: the facts about its image.
+        privileged_server: whether the server is privileged.
     """
 
     def __init__(self, spec: ContainerSpec, facts: ImageInspection) -> None:
@@ -49,7 +49,7 @@ class ContainerConfig:
 
     @property
     def image(self) -> str:
-        """What the engine knows the image by."""
+        """The engine's name of the image."""
         return self.inspection.base_image
 
     @property
@@ -82,15 +82,15 @@ class ContainerConfig:
         return drop_privileges_command(self.user) if self.privileged_server else []
 
     def server_source(self, scripts: ShellScripts) -> bytes:
-        """What the keeper is told."""
+        """Source code of the server in the container."""
         owned = [self.spec.workdir, self.spec.home] if self.privileged_server else []
         return scripts.server(self.drop_privileges, AGENT, owned)
 
     def request_body(self, labels: dict[str, str]) -> dict[str, Any]:
-        """What is asked of the engine.
+        """Return the body of the request that creates a container.
 
         Args:
-            labels: what the container is known by.
+            labels: the container's labels.
         """
         spec = self.spec
         environment = {"HOME": spec.home, "USER": spec.user, "LOGNAME": spec.user, **dict(spec.env)}
@@ -146,10 +146,10 @@ class ContainerConfig:
 
 
 def _views(source: str, target: str) -> Iterator[dict[str, Any]]:
-    """The mounts that show a path of the host read-only, and all that is mounted below it.
+    """Return the mounts that show a host path read-only, with everything that is mounted below it.
 
-    An engine makes a mount read-only and not those below it, which could be written. So none comes along, and those
-    that are known here are shown each by itself.
+    An engine makes a mount read-only, but not the mounts below it, which would stay writable. So those are not
+    included, and each known mount below the path gets a read-only mount of its own.
     """
     for below in ["", *mounted_below(source)]:
         yield {
@@ -162,11 +162,11 @@ def _views(source: str, target: str) -> Iterator[dict[str, Any]]:
 
 
 def mounted_below(path: str, mounts: str = "/proc/self/mountinfo") -> list[str]:
-    """Where something is mounted below a path of this host: the rest of each path, which begins with a slash.
+    """Return the mount points below a host path: the rest of each path, beginning with a slash.
 
     Args:
         path: an absolute path.
-        mounts: a file that lists mounts, as proc_pid_mountinfo(5) has it.
+        mounts: a file that lists mounts in the format of proc_pid_mountinfo(5).
     """
     real = os.path.realpath(path).rstrip("/")
     found: list[str] = []

@@ -106,7 +106,7 @@ async def engine_call(what: str, patience_s: float = CALL_TIMEOUT_S) -> AsyncIte
 
 
 def is_not_found(error: BaseException | None) -> bool:
-    """Whether an engine said that what was asked about is not there."""
+    """Whether the engine answered that the object does not exist."""
     from aiodocker.exceptions import DockerError
 
     cause = error.__cause__ if isinstance(error, ResourceError) else error
@@ -146,11 +146,11 @@ class EngineCapabilities(Capabilities):
 def capabilities_from_info(
     backend: str, address: str, version: dict[str, Any], info: dict[str, Any]
 ) -> EngineCapabilities:
-    """What follows from what an engine says of itself.
+    """Return the capabilities that follow from an engine's description of itself.
 
     Args:
         backend: its name.
-        address: where its service listens.
+        address: address of its service.
         version: its answer to ``/version``.
         info: its answer to ``/info``.
     """
@@ -195,7 +195,7 @@ OWNER = "agentfly.owner"
 
 
 def instance_labels(instance: str) -> dict[str, str]:
-    """What everything that belongs to an instance is known by."""
+    """Return the labels of everything that belongs to an instance."""
     return {INSTANCE: instance, OWNER: owner_label()}
 
 
@@ -205,7 +205,7 @@ def instance_filter(instance: str) -> dict[str, list[str]]:
 
 
 def owner_label() -> str:
-    """What this process is known by to later ones."""
+    """Return the label by which later processes recognise this process."""
     return "|".join(str(value) for value in asdict(ProcessIdentity.current()).values())
 
 
@@ -247,7 +247,7 @@ async def remove_container(client: Docker, name: str) -> None:
 
 
 async def _wait_until_removed(client: Docker, name: str) -> None:
-    """Wait until a container whose removal was accepted is not there any more.
+    """Wait until a container is gone after its removal was accepted.
 
     Raises:
         ResourceError: it stays.

@@ -45,9 +45,9 @@ _REMOVE_IMAGES = f"{__name__}:reap_images"
 
 
 class CommittedImages:
-    """Images committed by this process: those that were prepared, and snapshots of containers.
+    """Images committed by this process: prepared images, and snapshots of containers.
 
-    They are labelled with whose they are, so that what a dead process left is found and removed by the next.
+    Labels name their owner, so that the next process can find and remove the images of a dead one.
     """
 
     def __init__(self) -> None:
@@ -183,12 +183,12 @@ _LONGEST_WORDS = 4096
 
 @dataclass(frozen=True)
 class ImageInspection:
-    """What an image has that decides how its containers are made.
+    """Facts about an image that decide how its containers are created.
 
     Args:
-        base_image: the image made of it, which containers are made of.
-        supports_privileged_server: whether it has the programs that a guarded keeper needs.
-        files_in_workdir: whether the directory that is to be the workdir holds files in the image.
+        base_image: the image derived from it, from which containers are created.
+        supports_privileged_server: whether it has the programs that a privileged server needs.
+        files_in_workdir: whether the workdir holds files in the image.
     """
 
     base_image: str
@@ -275,7 +275,7 @@ async def inspect_image(
 
 
 async def _run_to_end(client: Docker, name: str, body: dict[str, Any]) -> str:
-    """What a container that ends by itself prints."""
+    """Run a container that ends by itself, and return its output."""
     async with engine_call(f"Running the container {name}"):
         await client.containers.create(body, name=name)
         container = client.containers.container(name)

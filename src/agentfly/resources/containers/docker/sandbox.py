@@ -159,7 +159,7 @@ class EngineSandbox(Sandbox):
         return await self._ports.open(inside)
 
     async def fork(self) -> SnapshotImage:
-        """See `Sandbox.fork`. What the agent may write to is in memory, and comes into the image as an archive."""
+        """See `Sandbox.fork`. Writable directories are in memory, and are added to the image as an archive."""
         assert self._client is not None
         container = self._name
         if self._plan.tmpfs_sizes:
@@ -225,7 +225,7 @@ class EngineSandbox(Sandbox):
             return shell
 
     async def _begin_shell(self, user: str) -> StreamShell:
-        """A shell beside that of the spec's user."""
+        """Start a shell for another user than the spec's."""
         scripts = ShellScripts(secrets.token_hex(12))
 
         async def open_stream(words: Sequence[str]) -> EngineStream:
@@ -260,7 +260,7 @@ class EngineSandbox(Sandbox):
         return await self._open(words, self.spec.user)
 
     async def _open(self, words: Sequence[str], user: str) -> EngineStream:
-        """Run a program in the container, with a stream of its own, as a user without any capability."""
+        """Run a program in the container with a stream, as a user without any capability."""
         guarded_root = self._plan.privileged_server and user == "root"
         command = [*(drop_privileges_command(ROOT) if guarded_root else []), *words]
         async with engine_call(f"Running a program in the container {self._name}"):
@@ -314,7 +314,7 @@ class EngineSandbox(Sandbox):
         return self._client.containers.container(self._name)
 
     async def _run_to_completion(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do what must be known to be done or not: a caller that is cancelled leaves, the work goes on."""
+        """Run work whose outcome must be known. If the caller is cancelled, the work continues."""
         task = self._in_background(work)
         await asyncio.shield(task)
 

@@ -136,7 +136,7 @@ class Enroot(Backend):
         self._probing = threading.Lock()
 
     def probe(self) -> Capabilities:
-        """See `Backend.probe`. A failure is tried anew."""
+        """See `Backend.probe`. After a failure the next call tries again."""
         with self._probing:
             if self._found is None or not self._found.available:
                 self._found = self._probe()

@@ -46,7 +46,7 @@ class EnrootImage:
 
 
 def store_directory() -> Path:
-    """Where images are kept."""
+    """Return the directory of images."""
     return image_store.image_store_directory() / "enroot"
 
 
@@ -62,15 +62,15 @@ def prepared_image(store: Path, spec: ContainerSpec) -> EnrootImage | None:
 
 
 async def prepare(program: str, store: Path, spec: ContainerSpec) -> None:
-    """Fetch, pack and unpack a spec's image, where that has not been done. Whoever is at it already is waited for.
+    """Fetch, pack and unpack a spec's image, unless that is done. Wait for another process that is doing it.
 
     Args:
         program: the path of enroot.
-        store: where images are kept.
-        spec: whose image it is.
+        store: the directory of images.
+        spec: the spec with the image.
 
     Raises:
-        ResourceStartError: the image is not there, or is none, or has no bash, or there is no room for it.
+        ResourceStartError: the image is missing or invalid, has no bash, or there is no room for it.
     """
     with _explained(store, spec):
         await _prepare(program, store, spec)
@@ -158,7 +158,7 @@ async def _check_size(spec: ContainerSpec, packed: Path) -> None:
 
 
 class _SizeCheck:
-    """Adds up what unsquashfs lists, a line for each entry: what it is, whose, its size, and more."""
+    """Adds up the sizes in unsquashfs's listing, which has one line per entry with its type, owner and size."""
 
     def __init__(self, spec: ContainerSpec) -> None:
         self._spec = spec
@@ -226,7 +226,7 @@ def _is_packed(path: Path) -> bool:
 
 
 def _variables(root: Path) -> tuple[tuple[str, str], ...]:
-    """The environment that an image asks for. What refers to variables of the host has no meaning here."""
+    """Return the environment variables of an image. References to variables of the host are dropped."""
     with ConfinedDirectory(root) as inside:
         text = inside.read_file("etc/environment", _LONGEST_ENVIRONMENT) or b""
     found = []

@@ -1,18 +1,18 @@
-"""A program of its own: it makes the namespaces that an enroot is started in, or runs a program inside them.
+"""A program that creates the namespaces in which an enroot is started, or runs a program inside them.
 
     python namespaces.py make PLACE PLAN STATUS    be the parent of process 1, whose host id is written to STATUS
     python namespaces.py join PLACE PLAN           run another program beside it
     python namespaces.py try PLACE PLAN            find out whether `make` could do its part
 
-PLAN and STATUS are numbers of open files; PLACE, the sandbox's directory, is what the process is known by. It runs on
-the standard library alone, by its path.
+PLAN and STATUS are descriptors of open files. PLACE is the sandbox's directory and identifies the process. The program
+uses the standard library only, and is run by its path.
 
-Process 1 has enroot start a container, which does nothing; it enters the namespaces in which that has its root, gives
-up all rights, and becomes the program of the plan. The container's own process ends then.
+Process 1 starts enroot, which starts a container that does nothing. Process 1 then enters the namespaces in which that
+container has its root, drops all rights, and becomes the program of the plan. The container's own process ends then.
 
-The namespaces of processes, network, IPC and host name are made here, around enroot, and not by its own switches, which
-older versions ignore without a word. For the same reason programs come in by `join`: ``enroot exec`` enters the
-container's users and files, and stays outside its network and processes.
+This program creates the namespaces of processes, network, IPC and host name around enroot. enroot's own switches are
+not used, because older versions ignore them silently. For the same reason, programs come in by `join`: ``enroot exec``
+enters the container's users and files, and stays outside its network and processes.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def make(plan: Plan, procs: list[int], status: int | None) -> int:
 
 
 def init_main(plan: Plan, procs: list[int], *, started: bool) -> None:
-    """What becomes process 1: its limits, its mounts, enroot, and the program."""
+    """Become process 1: set its limits and mounts, start enroot, and run the program."""
     confine(plan, procs)
     call("keep mounts to itself", libc.mount, None, b"/", None, REC | SLAVE, None)
     call("mount the processes' file system", libc.mount, b"proc", b"/proc", b"proc", NOSUID | NODEV | NOEXEC, None)
@@ -297,7 +297,7 @@ def same_namespace(descriptor: int, name: str) -> bool:
 
 
 def run_in_child(work: Callable[[], None]) -> None:
-    """Do something in a process of its own."""
+    """Run a function in a child process."""
     child = os.fork()
     if child == 0:
         os._exit(child_exit_status(work))

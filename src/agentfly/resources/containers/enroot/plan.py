@@ -121,7 +121,7 @@ class EnrootDirectory:
 
     @property
     def pids(self) -> int:
-        """How many processes there may be, with ours. Those of the agent may take fewer."""
+        """Maximum number of processes, including ours. The agent's processes may take fewer."""
         return self._agents + _SERVER_PROCESS_RESERVE
 
     @property
@@ -157,7 +157,7 @@ class EnrootDirectory:
         return files
 
     def _mounts(self) -> str:
-        """What enroot is to mount, as its ``mounts.d`` has it."""
+        """Return enroot's mounts, in the format of ``mounts.d``."""
         lines = ["/proc /proc none x-create=dir,rbind,nosuid,nodev,noexec 0 -1"]
         lines += [f"/dev/{name} /dev/{name} none x-create=file,bind,nosuid,noexec 0 -1" for name in DEVICES]
         lines.append("devpts /dev/pts devpts x-create=dir,nosuid,noexec,newinstance,ptmxmode=0666,mode=620 0 -1")

@@ -34,14 +34,14 @@ def find_enroot() -> str | None:
 
 
 def enroot_environment(place: Path, data: Path) -> dict[str, str]:
-    """What enroot is to find in its environment: its directories below a place of ours, and none of its extras.
+    """Return enroot's environment: directories below one of ours, and none of its extras.
 
-    Its configuration directories are empty but for what a sandbox has there, so that neither the mounts and hooks of
-    the machine (its home directories, its ``/dev``, its control groups) nor those of the user get into a sandbox.
+    Its configuration directories hold only what a sandbox needs. So the machine's mounts and hooks (home directories,
+    ``/dev``, control groups) and the user's do not get into a sandbox.
 
     Args:
-        place: the directory for what is needed while it runs.
-        data: where its containers are.
+        place: the directory for temporary files while it runs.
+        data: the directory of its containers.
     """
     return {
         **_programs(),
@@ -65,7 +65,7 @@ def enroot_environment(place: Path, data: Path) -> dict[str, str]:
 
 
 def import_environment() -> dict[str, str]:
-    """What enroot is to find in its environment while it fetches an image, with the user's credentials."""
+    """Return enroot's environment for fetching an image, with the user's credentials."""
     names = (*_FOR_FETCHING, *_PROXIES, *(name.upper() for name in _PROXIES))
     return {**_programs(), **{name: os.environ[name] for name in names if name in os.environ}}
 
@@ -148,7 +148,7 @@ class ProcessStream(Stream):
     """A process, its input and its two outputs."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
-        """Take over a process whose input and outputs are pipes."""
+        """Wrap a process whose input and outputs are pipes."""
         self.process = process
         self._pieces: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue(_PIECES)
         self._over = False
@@ -176,7 +176,7 @@ class ProcessStream(Stream):
         self.process.stdin.close()
 
     async def close(self) -> None:
-        """See `Stream.close`. What runs inside finds its input at its end; only a sandbox's end is sure to end it."""
+        """See `Stream.close`. The program gets end-of-file on its input. Only the sandbox's end is sure to end it."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self._reading.cancel()
@@ -188,10 +188,10 @@ class ProcessStream(Stream):
         self.process._transport.close()  # type: ignore[attr-defined]
 
     async def exited(self) -> int:
-        """Wait until the process has ended; its exit code.
+        """Wait until the process has ended, and return its exit code.
 
-        The `wait` of asyncio comes back at the end of the outputs only. That does not come while others have them open,
-        or while nobody reads what was printed.
+        The `wait` of asyncio returns only at the end of the outputs. That may never come if other processes hold them
+        open, or if nobody reads them.
         """
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         with contextlib.suppress(ProcessLookupError):  # it has ended, and was waited for

@@ -50,7 +50,7 @@ def _groups(place: Path) -> list[Path]:
 
 
 def _started_for(place: Path) -> list[int]:
-    """The processes of the host, process 1 among them, one of whose words is the directory, which is theirs alone."""
+    """Return the host's processes, including process 1, that have the sandbox's directory as an argument."""
     word = os.fsencode(place)
     found = []
     for entry in Path("/proc").iterdir():

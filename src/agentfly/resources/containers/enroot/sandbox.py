@@ -192,7 +192,7 @@ class EnrootSandbox(Sandbox):
         return PortForwarder(self.instance, relay(self._open))
 
     async def _open(self, words: Sequence[str]) -> ProcessStream:
-        """Run a program inside, with a stream of its own."""
+        """Run a program inside with a stream."""
         if self._launched is None or not self._first:
             raise ResourceDied(f"The sandbox {self.instance} is not running.")
         plan = self._place.join_plan(self._launched.process.pid, self._first, words, self._image, self._cgroup)

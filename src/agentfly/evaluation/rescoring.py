@@ -1,4 +1,4 @@
-"""Rescoring: trajectories that were stored are scored anew, by the same reward or another."""
+"""Rescoring: scores stored trajectories again, by the same reward or another."""
 
 from __future__ import annotations
 
@@ -28,28 +28,27 @@ async def rescore(
     events: EventStream | None = None,
     max_concurrent_scores: int = 64,
 ) -> list[Trajectory]:
-    """Score trajectories anew, and leave those that are given as they are.
+    """Score trajectories again. Return copies; the given trajectories are not changed.
 
     ``again = await af.rescore(load_trajectories(path), right)``
 
-    The reward sees what the trajectory holds, and can acquire what is shared, such as a judge, or new for its call.
-    What its rollout had leased is gone: a reward that acquires it (scope ``rollout``) leaves the trajectory unscored,
-    with a `LeaseExpired` error. What infrastructure spoiled stays unscored. For a group reward the trajectories of one
-    ``group_id`` are a group.
+    The reward sees the stored trajectory, and can acquire shared resources, such as a judge, or new ones for its call.
+    The rollout's own resources are gone. A reward that acquires them (scope ``rollout``) leaves the trajectory unscored
+    with a `LeaseExpired` error. Infrastructure failures stay unscored. For a group reward, the trajectories of one
+    ``group_id`` form a group.
 
     Args:
-        trajectories: finished ones.
-        reward: made by `reward`, `group_reward` or `weighted`.
-        engine: schedules what the reward acquires; made, and closed at the end, if not given.
-        events: where events go.
+        trajectories: finished trajectories.
+        reward: a reward made by `reward`, `group_reward` or `weighted`.
+        engine: schedules what the reward acquires; created, and closed at the end, if not given.
+        events: receives the events.
         max_concurrent_scores: how many trajectories are scored at a time.
 
     Returns:
-        Copies with the new scores, in the order of what was given.
+        Copies with the new scores, in the given order.
 
     Raises:
-        UsageError: ``reward`` is no reward, something that is given is no trajectory, or another argument is not what
-            it has to be.
+        UsageError: ``reward`` is not a reward, an item is not a trajectory, or another argument is invalid.
     """
     require_reward(reward)
     require_engine(engine)
@@ -70,10 +69,10 @@ async def _score_all(
     reward: AnyReward,
     engine: ResourceEngine,
     events: EventStream,
-    places: asyncio.Semaphore,
+    slots: asyncio.Semaphore,
 ) -> None:
     async def alone(trajectory: Trajectory) -> None:
-        async with places:
+        async with slots:
             context = Context(trajectory, engine, ended=True)
             try:
                 await score_rollout(trajectory, reward, context, events)
@@ -81,7 +80,7 @@ async def _score_all(
                 await asyncio.shield(context.close())
 
     async def together(group: list[Trajectory], reward: GroupReward) -> None:
-        async with places:
+        async with slots:
             await score_group(group, reward, engine, events)
 
     async with asyncio.TaskGroup() as scores:
@@ -97,7 +96,7 @@ async def _score_all(
 
 
 def _without_score(trajectory: Trajectory) -> Trajectory:
-    """A copy as it was before it was scored. What scoring replaces is its own; all else it shares."""
+    """Return a copy without its score. Only the parts that scoring changes are copied."""
     return replace(
         trajectory,
         turns=list(trajectory.turns),
@@ -110,14 +109,14 @@ def _without_score(trajectory: Trajectory) -> Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class ScoreChange:
-    """What scoring anew has changed.
+    """The differences between old and new scores.
 
     Attributes:
-        trajectories: how many there are.
-        changed: how many have another score than before, or have one now and had none, or the other way round.
-        old_mean, new_mean: of those that had and have a score; None where there is none.
-        old_scored, new_scored: how many had and have one.
-        unscored: how many have none now, by cause.
+        trajectories: number of trajectories.
+        changed: number of trajectories whose score has changed, including from or to unscored.
+        old_mean, new_mean: mean of the old and of the new scores; None if there are none.
+        old_scored, new_scored: number of trajectories that had and that have a score.
+        unscored: number of trajectories without a new score, by cause.
     """
 
     trajectories: int
@@ -130,7 +129,7 @@ class ScoreChange:
 
     @classmethod
     def between(cls, old: Sequence[Trajectory], new: Sequence[Trajectory]) -> ScoreChange:
-        """The change from trajectories to the same ones scored anew, in the same order."""
+        """Compare trajectories with the same ones scored again, in the same order."""
         before = [one.reward for one in old if one.reward is not None]
         now = [one.reward for one in new if one.reward is not None]
         return cls(

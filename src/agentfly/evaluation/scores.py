@@ -25,13 +25,13 @@ from agentfly.rollouts.metrics import is_success
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TaskScores(Brief):
-    """What the attempts at one task are worth.
+    """The scores of the attempts at one task.
 
     Attributes:
         task: the task.
-        rewards: the reward of each attempt that counts, in the order of the attempts.
+        rewards: the reward of each counted attempt, in the order of the attempts.
         successes: whether each of them solved the task (see `agentfly.rollouts.metrics.is_success`).
-        excluded: how many attempts count in nothing, by cause: ``infrastructure``, ``cancelled``, ``unscored``.
+        excluded: number of attempts that are not counted, by cause: ``infrastructure``, ``cancelled``, ``unscored``.
     """
 
     task: Task
@@ -40,62 +40,62 @@ class TaskScores(Brief):
     excluded: Mapping[str, int]
 
     def pass_at(self, k: int) -> float | None:
-        """Chance that one of ``k`` attempts solves the task; None where fewer than ``k`` attempts count."""
+        """Return the chance that one of ``k`` attempts solves the task; None if fewer than ``k`` attempts count."""
         return pass_at_k(len(self.successes), sum(self.successes), k) if k <= len(self.successes) else None
 
     def pass_hat(self, k: int) -> float | None:
-        """Chance that all of ``k`` attempts solve the task; None where fewer than ``k`` attempts count."""
+        """Return the chance that all of ``k`` attempts solve the task; None if fewer than ``k`` attempts count."""
         return pass_hat_k(len(self.successes), sum(self.successes), k) if k <= len(self.successes) else None
 
 
 @dataclass(frozen=True, repr=False)
 class EvaluationScores(Brief):
-    """The scores of an evaluation. Attempts without a score, or that infrastructure spoiled, are in no mean.
+    """The scores of an evaluation. Unscored attempts and infrastructure failures are in no mean.
 
     Attributes:
-        tasks: the scores of each task, by its id, in the order in which the tasks came.
+        tasks: the scores of each task by its id, in the order of the tasks.
     """
 
     tasks: Mapping[str, TaskScores]
 
     @classmethod
     def from_trajectories(cls, trajectories: Iterable[Trajectory]) -> EvaluationScores:
-        """The scoreboard of some trajectories.
+        """Collect the scores of trajectories.
 
         Raises:
-            ConfigError: two tasks of different content have one id.
-            UsageError: something that is given is no trajectory.
+            ConfigError: two tasks of different content have the same id.
+            UsageError: an item is not a trajectory.
         """
         attempts: dict[str, list[Trajectory]] = {}
-        for trajectory in require_trajectories(trajectories, "EvaluationScores.of"):
+        for trajectory in require_trajectories(trajectories, "EvaluationScores.from_trajectories"):
             known = attempts.setdefault(trajectory.task.id, [])
             if known and known[0].task.canonical_json != trajectory.task.canonical_json:
                 raise ConfigError(
-                    f"Two tasks have the id {trajectory.task.id!r}, so their scores cannot be told "
-                    "apart. Give each task an id of its own."
+                    f"Two tasks have the id {trajectory.task.id!r}, so their scores cannot be separated. Give each "
+                    "task a unique id."
                 )
             known.append(trajectory)
         return cls({name: _scores(known) for name, known in attempts.items()})
 
     @property
     def scored(self) -> list[TaskScores]:
-        """The tasks with an attempt that counts."""
+        """The tasks with a counted attempt."""
         return [scores for scores in self.tasks.values() if scores.rewards]
 
     @property
     def excluded(self) -> dict[str, int]:
-        """How many attempts count in nothing, by cause."""
+        """Number of attempts that are not counted, by cause."""
         return dict(sum((Counter(scores.excluded) for scores in self.tasks.values()), Counter[str]()))
 
     @property
     def max_attempts(self) -> int:
-        """The largest number of attempts at a task that count."""
+        """The largest number of counted attempts at a task."""
         return max((len(scores.rewards) for scores in self.tasks.values()), default=0)
 
     def reward(self) -> Estimate | None:
-        """Mean reward, with an interval clustered by task; None where nothing counts.
+        """Return the mean reward, with an interval clustered by task; None if nothing counts.
 
-        The interval is that of a share where all rewards lie within 0 and 1, else Student's t.
+        The interval is that of a share if all rewards are between 0 and 1, else Student's t.
         """
         if not self.scored:
             return None
@@ -104,18 +104,18 @@ class EvaluationScores(Brief):
         return proportion_over_tasks(rewards) if bounded else mean_over_tasks(rewards)
 
     def success(self) -> Estimate | None:
-        """Share of the attempts that solve their task, with a Wilson interval clustered by task; None as `reward`."""
+        """Return the share of attempts that solve their task, with a Wilson interval clustered by task, or None."""
         return proportion_over_tasks([scores.successes for scores in self.scored]) if self.scored else None
 
     def pass_at(self, k: int) -> Estimate | None:
-        """Share of the tasks of which one of ``k`` attempts is solved, over those with as many attempts that count.
+        """Return pass@k over the tasks with at least ``k`` counted attempts; None if there is no such task.
 
-        The interval is that of a share, clustered by task. None where no task has as many.
+        The interval is that of a share, clustered by task.
         """
         return self._of_k(k, TaskScores.pass_at)
 
     def pass_hat(self, k: int) -> Estimate | None:
-        """Share of the tasks of which all of ``k`` attempts are solved: pass^k. The rest is as of `pass_at`."""
+        """Return pass^k, the chance that all of ``k`` attempts solve the task; otherwise like `pass_at`."""
         return self._of_k(k, TaskScores.pass_hat)
 
     def _of_k(self, k: int, chance_of: Callable[[TaskScores, int], float | None]) -> Estimate | None:
@@ -127,7 +127,7 @@ class EvaluationScores(Brief):
         return proportion_over_tasks([[chance] for chance, _ in found], attempts=sum(count for _, count in found))
 
     def to_json(self, ks: Sequence[int]) -> dict[str, Any]:
-        """Everything as JSON can hold it: the estimates, what was left out, and each task's scores."""
+        """Return the estimates, the excluded attempts and each task's scores as JSON."""
         return {
             "reward": _json_of(self.reward()),
             "success": _json_of(self.success()),
@@ -142,7 +142,7 @@ class EvaluationScores(Brief):
 
 
 def default_ks(attempts: int) -> list[int]:
-    """The values of k that are told of so many attempts: 1, 2, 4, … and all of them."""
+    """Return the values of k that are reported for a number of attempts: 1, 2, 4, … and the number itself."""
     return sorted({1, attempts, *(2**power for power in range(attempts.bit_length()))}) if attempts else []
 
 
@@ -163,7 +163,7 @@ def _scores(attempts: Sequence[Trajectory]) -> TaskScores:
 
 
 def _exclusion_cause(trajectory: Trajectory) -> str | None:
-    """Why an attempt counts in nothing; None if it counts."""
+    """Return why an attempt is not counted; None if it is."""
     if trajectory.infrastructure_failed:
         return "infrastructure"
     if trajectory.finish_reason is FinishReason.CANCELLED:
@@ -178,7 +178,7 @@ def _json_of(estimate: Estimate | None) -> dict[str, float | None] | None:
 
 
 _EQUAL = 1e-9
-"""Means of a task that differ by no more are a tie: their difference is rounding."""
+"""Means of a task that differ by at most this are a tie: the difference is rounding."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -192,13 +192,13 @@ class TaskPair(Brief):
 
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """How much a number of the second evaluation is above the first's, over the same tasks.
+    """The difference of a number between two evaluations of the same tasks.
 
     Attributes:
         first, second: the means over the tasks.
-        difference: second less first, paired by task. The interval is that of a difference of shares where all numbers
-            lie within 0 and 1, else Student's t over the tasks' differences.
-        wins, ties, losses: number of tasks in which the second's mean is above, as high as, and below the first's.
+        difference: second minus first, paired by task. The interval is that of a difference of shares if all numbers
+            are between 0 and 1, else Student's t over the tasks' differences.
+        wins, ties, losses: number of tasks whose mean in the second evaluation is above, equal to, and below the first.
     """
 
     first: float
@@ -211,17 +211,17 @@ class PairedDifference:
 
 @dataclass(frozen=True, repr=False)
 class EvaluationComparison(Brief):
-    """Two evaluations side by side, over the tasks that have scores in both. What is left out is counted.
+    """A comparison of two evaluations over the tasks that have scores in both. Other tasks are counted.
 
-    Pairing takes out how hard each task is, which both have in common, so the interval of the difference is narrower
-    than two intervals beside one another tell.
+    Pairing removes the difficulty of each task, which both evaluations share. So the interval of the difference is
+    narrower than the two separate intervals suggest.
 
     Attributes:
-        pairs: the tasks that are compared, in the order of the first evaluation.
+        pairs: the compared tasks, in the order of the first evaluation.
         reward: the difference of rewards.
-        success: the difference of the share of attempts that solve their task.
-        only_first, only_second: number of tasks that only one of the evaluations holds.
-        unscored: number of tasks that both hold and that one of them has no score of.
+        success: the difference of the shares of attempts that solve their task.
+        only_first, only_second: number of tasks that are only in one of the evaluations.
+        unscored: number of tasks in both evaluations that have no score in one of them.
     """
 
     pairs: tuple[TaskPair, ...]
@@ -236,7 +236,7 @@ class EvaluationComparison(Brief):
         """Compare two evaluations.
 
         Raises:
-            ConfigError: a task of one id is another in the two, no task is in both, or none has scores in both.
+            ConfigError: a task with the same id differs in the two, no task is in both, or none has scores in both.
         """
         one, other = EvaluationScores.from_trajectories(first), EvaluationScores.from_trajectories(second)
         shared = [name for name in one.tasks if name in other.tasks]
@@ -245,8 +245,8 @@ class EvaluationComparison(Brief):
         ]
         if changed:
             raise ConfigError(
-                f"The evaluations cannot be compared: {len(changed)} of {len(shared)} tasks of the same id are not the "
-                f"same in both, for instance {changed[0]!r}. Evaluate both on the same tasks."
+                f"The evaluations cannot be compared: {len(changed)} of {len(shared)} tasks with the same id differ, "
+                f"for instance {changed[0]!r}. Evaluate both on the same tasks."
             )
         if not shared:
             raise ConfigError(
@@ -258,7 +258,7 @@ class EvaluationComparison(Brief):
         if not scored:
             raise ConfigError(
                 f"The evaluations cannot be compared: none of their {len(shared)} tasks has a score in both. Their "
-                "trajectories tell why: reward_failure and failure."
+                "trajectories give the reasons: reward_failure and failure."
             )
         return cls(
             pairs=scored,
@@ -270,7 +270,7 @@ class EvaluationComparison(Brief):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as JSON can hold it."""
+        """Return the comparison as JSON."""
         return {
             "reward": asdict(self.reward),
             "success": asdict(self.success),

@@ -1,8 +1,8 @@
-"""Estimates: what some attempts at some tasks tell of all tasks of their kind. Pure functions of numbers.
+"""Statistics: estimates over tasks with confidence intervals, from some attempts at each. Pure functions of numbers.
 
-Attempts at one task are alike, so the tasks, not the attempts, are the independent observations: each task counts once,
-with the mean of its attempts, and intervals are clustered by task. More attempts make each task's mean surer; only more
-tasks make the estimate surer of the kind.
+Attempts at one task are correlated, so the tasks are the independent observations, not the attempts. Each task counts
+once, with the mean of its attempts, and intervals are clustered by task. More attempts make the mean of each task more
+precise; only more tasks make the estimate for all tasks of their kind more precise.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 CONFIDENCE_LEVEL = 0.95
-"""How often intervals made in this way hold the true value."""
+"""How often such intervals contain the true value."""
 
 _NORMAL_QUANTILE = 1.959963984540054
-"""How many standard errors the interval at `CONFIDENCE_LEVEL` reaches to each side, under the normal distribution."""
+"""Half-width of an interval at `CONFIDENCE_LEVEL`, in standard errors, under the normal distribution."""
 
 _ROUNDING = 1e-12
-"""Means that differ by less than this share of their size differ by rounding."""
+"""Relative differences of means below this are rounding errors."""
 
 _NORMAL_FROM = 2000
 """With more degrees of freedom than this, Student's t is the normal distribution to four digits."""
@@ -30,8 +30,8 @@ class Estimate:
 
     Attributes:
         mean: the mean over the tasks.
-        low, high: ends of the interval; None where one task alone tells nothing of others, or where all tasks have the
-            same mean, which does not tell how far others may be from it.
+        low, high: ends of the interval; None if there is only one task, or if all tasks have the same mean, so that
+            their spread cannot be estimated.
         tasks: number of tasks.
     """
 
@@ -42,7 +42,7 @@ class Estimate:
 
 
 def mean_over_tasks(scores: Sequence[Sequence[float]]) -> Estimate:
-    """The mean over tasks of the mean of their attempts, with Student's t interval over the tasks.
+    """Return the mean over tasks of the mean of their attempts, with Student's t interval over the tasks.
 
     Source: Miller, Adding Error Bars to Evals, https://arxiv.org/abs/2411.00640, section 2.2, with the t distribution
     in place of the normal one, for few tasks.
@@ -61,13 +61,13 @@ def mean_over_tasks(scores: Sequence[Sequence[float]]) -> Estimate:
 
 
 def proportion_over_tasks(successes: Sequence[Sequence[float]], *, attempts: int | None = None) -> Estimate:
-    """The mean over tasks of the share of their attempts that succeeded, with a Wilson interval clustered by task.
+    """Return the mean over tasks of the share of successful attempts, with a Wilson interval clustered by task.
 
-    Numbers between 0 and 1, such as rewards in that range, may stand for successes: they vary no more than shares do.
+    Numbers between 0 and 1, such as rewards, may be given instead of successes: they vary no more than shares do.
 
-    Wilson's interval stays within 0 and 1 and has a width also where every attempt succeeded. It is given the number of
-    independent attempts that would vary as much as the tasks do: at least the tasks, at most the attempts. With
-    one attempt a task it is Wilson's own.
+    Wilson's interval stays within 0 and 1, and has a width even if every attempt succeeded. It is computed for the
+    number of independent attempts that would vary as much as the tasks do: at least the number of tasks, at most the
+    number of attempts. With one attempt per task it is Wilson's own interval.
 
     Source: Wilson, Probable inference, 1927; the number of independent attempts: Korn and Graubard, Confidence
     intervals for proportions with small expected number of positive counts, 1998.
@@ -88,11 +88,11 @@ def proportion_over_tasks(successes: Sequence[Sequence[float]], *, attempts: int
 
 
 def difference_of_shares(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Estimate:
-    """How much the second of two shares over the same tasks is above the first, with an interval for paired tasks.
+    """Return how much the second of two shares over the same tasks is above the first, with a paired interval.
 
-    The interval is made of those of the two shares (`proportion_over_tasks`), less as far as the shares of a task go
-    together in both. It stays within -1 and 1, and has a width also where no task differs. In simulations of 2 to 100
-    tasks with 1 to 8 attempts it held the true difference at least as often as Student's t, within chance.
+    The interval combines those of the two shares (`proportion_over_tasks`), and is narrower if the shares of the tasks
+    are correlated. It stays within -1 and 1, and has a width even if no task differs. In simulations of 2 to 100 tasks
+    with 1 to 8 attempts, it contained the true difference at least as often as Student's t, within chance.
 
     Source: Newcombe, Improved confidence intervals for the difference between binomial proportions based on paired
     data, 1998, method 10; for clustered shares: Zou and Donner, Construction of confidence limits about effect
@@ -120,7 +120,7 @@ def difference_of_shares(first: Sequence[Sequence[float]], second: Sequence[Sequ
 
 
 def pass_at_k(attempts: int, successes: int, k: int) -> float:
-    """Chance that at least one of ``k`` attempts at a task succeeds, without bias, from ``attempts`` of which some did.
+    """Return the unbiased estimate of the chance that at least one of ``k`` attempts at a task succeeds: pass@k.
 
     Source: Evaluating Large Language Models Trained on Code, https://arxiv.org/abs/2107.03374, equation 1:
     1 - C(n - c, k) / C(n, k).
@@ -129,12 +129,12 @@ def pass_at_k(attempts: int, successes: int, k: int) -> float:
         ValueError: there are fewer attempts than ``k``, or more successes than attempts.
     """
     if not 1 <= k <= attempts or not 0 <= successes <= attempts:
-        raise ValueError(f"pass@{k} cannot be told from {successes} successes in {attempts} attempts.")
+        raise ValueError(f"pass@{k} cannot be estimated from {successes} successes in {attempts} attempts.")
     return 1.0 - math.comb(attempts - successes, k) / math.comb(attempts, k)
 
 
 def pass_hat_k(attempts: int, successes: int, k: int) -> float:
-    """Chance that all of ``k`` attempts at a task succeed, without bias, from ``attempts`` of which some did: pass^k.
+    """Return the unbiased estimate of the chance that all of ``k`` attempts at a task succeed: pass^k.
 
     Source: τ-bench, https://arxiv.org/abs/2406.12045, section 3: C(c, k) / C(n, k).
 
@@ -142,7 +142,7 @@ def pass_hat_k(attempts: int, successes: int, k: int) -> float:
         ValueError: there are fewer attempts than ``k``, or more successes than attempts.
     """
     if not 1 <= k <= attempts or not 0 <= successes <= attempts:
-        raise ValueError(f"pass^{k} cannot be told from {successes} successes in {attempts} attempts.")
+        raise ValueError(f"pass^{k} cannot be estimated from {successes} successes in {attempts} attempts.")
     return math.comb(successes, k) / math.comb(attempts, k)
 
 
@@ -158,7 +158,7 @@ def student_t_quantile(degrees: int) -> float:
 
 
 def _student_t_coverage(t: float, degrees: int) -> float:
-    """Chance that a variable of Student's t distribution is within -t and t.
+    """Return the chance that a variable of Student's t distribution is between -t and t.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
     """
@@ -185,9 +185,9 @@ def _ends(estimate: Estimate) -> tuple[float, float]:
 
 
 def _correlation(first: Sequence[float], second: Sequence[float], *, attempts: int) -> float:
-    """How far two shares of the same tasks go together, from -1 to 1, made smaller for few attempts as Newcombe does.
+    """Return the correlation of two shares over the same tasks, with Newcombe's correction for few attempts.
 
-    A few attempts that go together do so by chance.
+    With few attempts, a positive correlation may be due to chance.
     """
     count = len(first)
     means = math.fsum(first) / count, math.fsum(second) / count

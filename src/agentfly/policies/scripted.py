@@ -1,4 +1,4 @@
-"""ScriptedPolicy: given answers, for tests, oracles, benches and demonstrations without a model."""
+"""ScriptedPolicy: answers given in advance, for tests, oracles, benches and demonstrations without a model."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Script = Callable[[str, int], str | Awaitable[str]]
 
 
 class ByteVision:
-    """Images as placeholders of a tokenizer of bytes: one for each 16 bytes of the file."""
+    """Images for `ByteTokenizer`: one placeholder for each 16 bytes of the file."""
 
     placeholder = "<|image|>"
     reserved_ids = (258,)
 
     def ids(self, image: Image) -> Sequence[int]:
-        """As many placeholders as the image takes."""
+        """Return the placeholders of an image."""
         return self.reserved_ids * max(1, len(image.data) // 16)
 
 
 class ByteTokenizer:
-    """A tokenizer whose ids are the bytes of UTF-8, with the control tokens of ChatML after them.
+    """A tokenizer whose ids are the bytes of UTF-8, followed by the control tokens of ChatML.
 
     Args:
-        sees: whether there are images to it.
+        sees: whether it supports images.
     """
 
     control_tokens = {"<|im_start|>": 256, "<|im_end|>": 257, ByteVision.placeholder: 258}
@@ -52,11 +52,11 @@ class ByteTokenizer:
         return range(max(self.control_tokens.values()) + 1)
 
     def encode_text(self, text: str) -> list[int]:
-        """The bytes of the text."""
+        """Return the bytes of the text."""
         return list(text.encode("utf-8"))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the bytes, with control tokens written out."""
+        """Return the text of the bytes, with control tokens as text."""
         characters = "".join(map(chr, ids))
         for token, control_id in self.control_tokens.items():
             characters = characters.replace(chr(control_id), token)
@@ -69,7 +69,7 @@ class ByteTokenizer:
         add_generation_prompt: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """The conversation in ChatML, calls and tools one a line as JSON, the tools in a system message of theirs."""
+        """Render a conversation in ChatML. Calls and tools are JSON lines; the tools form a system message."""
         described: list[Message] = [{"role": "system", "content": "\n".join(map(json.dumps, tools))}] if tools else []
         turns = [
             f"<|im_start|>{message['role']}\n{self._content(message['content'])}{_calls(message)}<|im_end|>\n"
@@ -88,20 +88,20 @@ def _calls(message: Message) -> str:
 
 
 class ScriptedPolicy:
-    """A policy whose generations are written beforehand.
+    """A policy whose generations are given in advance.
 
     Args:
-        script: the texts of a rollout's turns in order, the same for every rollout; or a function of the prompt as
-            text and the turn's number (from 0), sync or async, that returns the text of the turn. The prompt is the
-            whole conversation so far, as the model would see it.
-        seconds: how long a generation takes, or a function of rollout id and turn that says it.
-        context_length: the most tokens that a generation can hold, prompt included. A token is a byte.
-        sees: whether it takes images; each has a token for each 16 bytes of its file.
-        limited: whether the agent's limits on tokens bind the script, each of whose bytes is a token. They are made for
-            the tokens of a model, so by default they do not; for tests of what happens at them.
+        script: the texts of a rollout's turns in order, the same for every rollout. Or a sync or async function of the
+            prompt as text and the turn's number (from 0) that returns the text of the turn. The prompt is the whole
+            conversation so far, as a model would see it.
+        seconds: duration of a generation, or a function of rollout id and turn that returns it.
+        context_length: maximum number of tokens in a generation, prompt included. A token is a byte.
+        sees: whether it takes images; an image has a token for each 16 bytes of its file.
+        limited: whether the agent's token limits apply to the script, whose tokens are bytes. They are meant for the
+            tokens of a model, so by default they do not. Set it to test the limits.
 
     Raises:
-        ConfigError: the script is neither texts nor a function.
+        ConfigError: ``script`` is neither a list of texts nor a function.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class ScriptedPolicy:
         rollout_id: str,
         images: Sequence[PlacedImage] = (),
     ) -> Generation:
-        """The script's text for this rollout's next turn, ended by the end-of-turn id; log-probs are 0."""
+        """Return the script's text for the rollout's next turn, with the end-of-turn id. Log-probs are 0."""
         room = min(sampling.max_tokens, self.context_length - len(prompt_ids))
         if room < 1:
             raise PromptTooLong(f"The prompt of {len(prompt_ids)} tokens fills the context of {self.context_length}.")
@@ -158,7 +158,7 @@ class ScriptedPolicy:
         return Generation(cut, [0.0] * len(cut), finish, self.version, [0.0] * len(cut))
 
     def release_rollout(self, rollout_id: str) -> None:
-        """Forget which turn the rollout had come to."""
+        """Forget the rollout's turn."""
         self._turns.pop(rollout_id, None)
 
     async def __aenter__(self) -> Self:
@@ -175,7 +175,7 @@ class ScriptedPolicy:
             return await text if inspect.isawaitable(text) else text
         if turn >= len(self._script):
             raise PolicyError(
-                f"The script has {len(self._script)} turns, and turn {turn + 1} was asked for. "
+                f"The script has {len(self._script)} turns, and turn {turn + 1} was requested. "
                 "Add a last text without a tool call, so that the rollout ends."
             )
         return self._script[turn]

@@ -1,4 +1,4 @@
-"""Continuous batching: sequences join and leave the running batch between any two steps, on a thread of its own."""
+"""Continuous batching: sequences join and leave the running batch between any two steps, on a dedicated thread."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from agentfly.policies.embedded.sampling import OutputLayer, sample
 from agentfly.policies.policy import SamplingParams
 
 PREFILL_TOKENS = 512
-"""The most prompt tokens that one step computes, so that long prompts do not hold up the rows that are sampling."""
+"""Maximum number of prompt tokens per step, so that long prompts do not delay the sequences that are sampling."""
 
 
 @dataclass(eq=False)
 class GenerationRequest:
-    """One generation: what was asked, and what has been sampled so far.
+    """One generation: the request, and the tokens sampled so far.
 
     Attributes:
         rollout_id: the rollout it belongs to.
         prompt: the prompt's token ids.
         sampling: how to sample.
-        noise: where the request's uniform numbers come from, so that they do not depend on other requests.
+        noise: the request's own random generator, so that its tokens do not depend on other requests.
         ids, logprobs, raw_logprobs: the sampled tokens.
         version: version of the weights that sample it, known once it has joined the batch.
         finish_reason: why it ended; None while it runs.
-        cancelled: set, from any thread, when nobody waits for the result any more.
+        cancelled: set from any thread when the result is no longer needed.
     """
 
     rollout_id: str
@@ -65,13 +65,13 @@ class _RunningSequence:
     resident: CachedSequence
 
     def chunk(self, limit: int) -> PrefillChunk:
-        """The row's next tokens, at most ``limit``: the next of its prompt, or the one that was sampled last."""
+        """Return at most ``limit`` next tokens to compute: of the prompt, or the token that was sampled last."""
         resident = self.resident
         return PrefillChunk(resident.slot, resident.computed, min(len(resident.ids) - resident.computed, limit))
 
 
 class ContinuousBatch:
-    """Requests that wait and rows that run, on one model. Not thread-safe: one thread owns it."""
+    """Waiting requests and running sequences of one model. It is not thread-safe: one thread owns it."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class ContinuousBatch:
         context_length: int,
         version: int = 0,
     ) -> None:
-        """``max_cached_sequences`` is at least ``max_concurrent``, so that a running row always has a slot."""
-        self.waiting: deque[GenerationRequest] = deque()  # those of higher priority first
+        """``max_cached_sequences`` must be at least ``max_concurrent``, so that every running sequence has a slot."""
+        self.waiting: deque[GenerationRequest] = deque()  # higher priority first
         self._model = model
         self._head = OutputLayer(model)
         self._max_concurrent = max_concurrent
@@ -95,29 +95,29 @@ class ContinuousBatch:
 
     @property
     def running(self) -> int:
-        """The number of rows that are being sampled."""
+        """The number of sequences in the batch."""
         return len(self._rows)
 
     def enqueue(self, request: GenerationRequest) -> None:
-        """Let a request wait, behind those of its own priority and before those of a lower one."""
-        place = len(self.waiting)
-        while place and self.waiting[place - 1].sampling.priority < request.sampling.priority:
-            place -= 1
-        self.waiting.insert(place, request)
+        """Add a request to the queue, behind those of its own priority and before those of a lower one."""
+        index = len(self.waiting)
+        while index and self.waiting[index - 1].sampling.priority < request.sampling.priority:
+            index -= 1
+        self.waiting.insert(index, request)
 
     def forget(self, rollout_id: str) -> None:
-        """Give up what is kept of a rollout's earlier turns."""
+        """Let the cached turns of a rollout be evicted."""
         self._table.forget(rollout_id)
 
     def invalidate_cache(self, version: int) -> None:
-        """The weights have changed: what is kept of earlier ones is dropped. No row may be running."""
+        """Drop the cache after the weights have changed to ``version``. No sequence may be running."""
         self._version = version
-        self._drop_everything()
+        self._drop_cache()
 
     def step(self, *, admit: bool = True) -> list[GenerationRequest]:
-        """Let waiting requests join if ``admit``, and compute the next tokens of every row.
+        """Let waiting requests join if ``admit``, and compute the next tokens of every sequence.
 
-        Returns the requests that ended.
+        Return the requests that ended.
 
         Raises:
             PolicyError: the model's output is not a distribution.
@@ -145,32 +145,32 @@ class ContinuousBatch:
         return [row.request for row in ended]
 
     def abort(self) -> list[GenerationRequest]:
-        """Take every row out of the batch after a failed step, and free all memory; returns the rows' requests."""
+        """Remove all sequences after a failed step, and free the cache. Return their requests."""
         requests = [row.request for row in self._rows]
         self._leave(list(self._rows))
-        self._drop_everything()
+        self._drop_cache()
         return requests
 
-    def _drop_everything(self) -> None:
-        """Keep nothing of earlier turns. No row may be running."""
+    def _drop_cache(self) -> None:
+        """Drop all cached sequences. No sequence may be running."""
         self._table.clear()
         self._store.clear()
 
     def _admit(self) -> None:
-        """Let waiting requests join, in their order, as far as there is room."""
+        """Let waiting requests join in order, as far as there is room."""
         for request in [request for request in self.waiting if request.cancelled]:
             self.waiting.remove(request)
-        held_back: list[GenerationRequest] = []
+        delayed: list[GenerationRequest] = []
         try:
             while self.waiting and len(self._rows) < self._max_concurrent:
                 request = self.waiting.popleft()
                 placement = self._table.assign(request.rollout_id, request.prompt)
                 if placement is None:
-                    held_back.append(request)
+                    delayed.append(request)
                 else:
                     self._join(request, placement)
         finally:
-            self.waiting.extendleft(reversed(held_back))
+            self.waiting.extendleft(reversed(delayed))
 
     def _join(self, request: GenerationRequest, placement: SlotAssignment) -> None:
         resident, source = placement.resident, placement.copy_from
@@ -181,13 +181,16 @@ class ContinuousBatch:
             self._store.copy(source, resident.slot, resident.computed)
 
     def _reserve(self, resident: CachedSequence, length: int, *, kept: int, needed: int | None = None) -> None:
-        """Make room for a resident; forgotten ones, except in the slot ``needed``, go before more memory is taken."""
+        """Make room for a sequence. Forgotten ones, except in the slot ``needed``, are evicted before memory grows."""
         spare = (slot for slot in self._table.evictable_slots() if slot != needed)
         if (given_up := self._store.reserve(resident.slot, length, kept, spare)) is not None:
             self._table.drop(given_up)
 
     def _next_chunks(self) -> tuple[list[_RunningSequence], list[PrefillChunk]]:
-        """The rows of this step in packed order, those that sample first and by place, and the tokens of each."""
+        """Return the sequences of this step in packed order, and the tokens of each.
+
+        Sequences with one token come first, in the order of their cache rows.
+        """
         budget = PREFILL_TOKENS
         single: list[tuple[_RunningSequence, PrefillChunk]] = []
         several: list[tuple[_RunningSequence, PrefillChunk]] = []
@@ -204,7 +207,7 @@ class ContinuousBatch:
         return [row for row, _ in pairs], [chunk for _, chunk in pairs]
 
     def _forward(self, rows: list[_RunningSequence], chunks: list[PrefillChunk]) -> torch.Tensor:
-        """Last hidden states of the step's tokens, in packed order."""
+        """Compute the last hidden states of the step's tokens, in packed order."""
         device = self._model.device
         ids = array("i")
         for row, chunk in zip(rows, chunks, strict=True):
@@ -214,7 +217,7 @@ class ContinuousBatch:
         return packed_hidden(self._model, torch.tensor(ids, device=device), positions, plan)
 
     def _sample(self, rows: list[_RunningSequence], hidden: torch.Tensor) -> None:
-        """Draw the next token of each row from its hidden state."""
+        """Sample the next token of each sequence from its hidden state."""
         requests = [row.request for row in rows]
         ids, logprobs, raw_logprobs = sample(
             self._head(hidden),
@@ -225,7 +228,7 @@ class ContinuousBatch:
         if not all(math.isfinite(logprob) for _, _, logprob, _ in drawn):
             raise PolicyError(
                 "The model's output is not a distribution (NaN or infinite logits). If it is being trained, its "
-                "weights have diverged: go back to an earlier checkpoint, and lower the learning rate."
+                "weights have diverged: return to an earlier checkpoint, and lower the learning rate."
             )
         for row, token, logprob, raw_logprob in drawn:
             request = row.request
@@ -248,25 +251,25 @@ logger = logging.getLogger(__name__)
 
 
 class SamplerThread:
-    """Steps a `ContinuousBatch` in a thread of its own while there is something to sample.
+    """Runs the steps of a `ContinuousBatch` on a dedicated thread while there is something to sample.
 
-    All methods are called from one event loop. The batch is touched by the thread alone: what the loop wants of it is
-    queued and done between two steps.
+    All methods are called from one event loop. Only the thread uses the batch: actions of the loop are queued and run
+    between two steps.
     """
 
     def __init__(self, batch: ContinuousBatch) -> None:
         self._batch = batch
         self._loop = asyncio.get_running_loop()
         self._wake = threading.Condition()
-        self._orders: list[Callable[[ContinuousBatch], None]] = []
+        self._actions: list[Callable[[ContinuousBatch], None]] = []
         self._futures: dict[GenerationRequest, asyncio.Future[None]] = {}
-        self._held: asyncio.Event | None = None  # while held; set once nothing runs
+        self._paused: asyncio.Event | None = None  # while paused; set once nothing runs
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="agentfly-sampler", daemon=True)
         self._thread.start()
 
     async def generate(self, request: GenerationRequest) -> None:
-        """Have the request sampled to its end. Cancelling takes it out of the batch at the next step."""
+        """Sample a request to its end. A cancellation removes it from the batch at the next step."""
         if self._closing:
             raise PolicyError("The policy is closed. Generate inside its `async with` block.")
         future = self._loop.create_future()
@@ -279,27 +282,27 @@ class SamplerThread:
             del self._futures[request]
 
     def enqueue(self, action: Callable[[ContinuousBatch], None]) -> None:
-        """Have the thread do something to the batch between two steps, in the order of the calls."""
+        """Queue an action on the batch. Actions run between two steps, in order."""
         with self._wake:
-            self._orders.append(action)
+            self._actions.append(action)
             self._wake.notify()
 
     async def pause(self) -> None:
-        """Admit no request until `resume`, and wait until those that run have ended."""
+        """Admit no requests until `resume`, and wait until the running ones have ended."""
         quiet = asyncio.Event()
         with self._wake:
-            self._held = quiet
+            self._paused = quiet
             self._wake.notify()
         await quiet.wait()
 
     def resume(self) -> None:
         """Admit requests again."""
         with self._wake:
-            self._held = None
+            self._paused = None
             self._wake.notify()
 
     async def close(self) -> None:
-        """Fail what is still being sampled, and end the thread."""
+        """End the thread. Generations that are still running fail."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -308,36 +311,36 @@ class SamplerThread:
         self._finish([(request, error) for request in self._futures])
 
     def _run(self) -> None:
-        # Not inference mode: tensors that modules make and keep on the way must be usable in training.
+        # Not inference mode: tensors that modules create and keep must be usable in training.
         with torch.no_grad():
-            while self._next_orders():
+            while self._run_actions():
                 ended: list[tuple[GenerationRequest, PolicyError | None]] = []
                 try:
-                    ended = [(request, None) for request in self._batch.step(admit=self._held is None)]
+                    ended = [(request, None) for request in self._batch.step(admit=self._paused is None)]
                 except Exception as error:
                     if not isinstance(error, PolicyError):
-                        logger.exception("A sampling step failed. Its generations fail; sampling goes on.")
+                        logger.exception("A sampling step failed. Its generations fail; sampling continues.")
                     ended = [(request, _as_policy_error(error)) for request in self._batch.abort()]
                 if ended:
-                    self._tell(functools.partial(self._finish, ended))
+                    self._call_in_loop(functools.partial(self._finish, ended))
 
-    def _next_orders(self) -> bool:
-        """Do what was ordered, and wait for work; False when the sampler is closing."""
+    def _run_actions(self) -> bool:
+        """Run the queued actions, and wait for work. Return False when the sampler is closing."""
         with self._wake:
             while True:
-                orders, self._orders = self._orders, []
-                for order in orders:
-                    order(self._batch)
+                actions, self._actions = self._actions, []
+                for action in actions:
+                    action(self._batch)
                 if self._closing:
                     return False
-                if self._batch.running or (self._batch.waiting and self._held is None):
+                if self._batch.running or (self._batch.waiting and self._paused is None):
                     return True
-                if self._held is not None:
-                    self._tell(self._held.set)
+                if self._paused is not None:
+                    self._call_in_loop(self._paused.set)
                 self._wake.wait()
 
-    def _tell(self, action: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody is left to tell
+    def _call_in_loop(self, action: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(action)
 
     def _finish(self, ended: list[tuple[GenerationRequest, PolicyError | None]]) -> None:
@@ -352,7 +355,7 @@ class SamplerThread:
 
 
 def _as_policy_error(error: Exception) -> PolicyError:
-    """An error of its own for each generation of a failed step."""
+    """Return a new error for one generation of a failed step."""
     message = str(error)
     if not isinstance(error, PolicyError):
         message = f"The model failed: {describe_error(error)}"

@@ -1,4 +1,4 @@
-"""Keys and values of resident sequences, and the attention that reads and writes them while sampling."""
+"""KV cache: keys and values of cached sequences, and the attention that reads and writes them while sampling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 MIN_CAPACITY = 128
-"""Room that a sequence gets at least; a longer one gets its length rounded up to twice, four times, ... as much."""
+"""Minimum capacity of a cache row in tokens. Longer rows hold two, four, … times as many."""
 
 Buffers = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one layer, each [rows, capacity, kv_heads, head_dim]."""
@@ -17,7 +17,7 @@ Buffers = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, order=True)
 class CacheRow:
-    """Where a slot's sequence lies: a row of the shelf whose rows hold ``capacity`` tokens."""
+    """The cache row of a slot: a row of the bucket whose rows hold ``capacity`` tokens."""
 
     capacity: int
     row: int
@@ -27,7 +27,7 @@ class CacheRow:
 class _CapacityBucket:
     """Rows of one capacity, which are decoded in one attention call.
 
-    Memory is zeroed, since attention multiplies what lies beyond a sequence's end by 0.
+    Memory is zeroed, because attention multiplies the values beyond a sequence's end by 0.
     """
 
     capacity: int
@@ -35,7 +35,7 @@ class _CapacityBucket:
     layers: dict[int, Buffers] = field(default_factory=dict)
 
     def grow(self) -> None:
-        """Make half as many rows more. The shelf stays as it was if there is no memory for them."""
+        """Add half as many rows. If there is no memory for them, the bucket stays unchanged."""
         rows = self.rows + max(1, self.rows // 2)
         grown: dict[int, Buffers] = {}
         for layer, (keys, values) in self.layers.items():
@@ -45,7 +45,7 @@ class _CapacityBucket:
         self.rows, self.layers = rows, grown
 
     def buffers(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Buffers:
-        """The buffers of a layer, made like ``key`` and ``value``, [..., kv_heads, head_dim], if they are new."""
+        """Return the buffers of a layer. New ones are created like ``key`` and ``value``, [..., kv_heads, head_dim]."""
         if layer not in self.layers:
             self.layers[layer] = self._zeros(self.rows, key), self._zeros(self.rows, value)
         return self.layers[layer]
@@ -55,80 +55,80 @@ class _CapacityBucket:
 
 
 class KVCache:
-    """Keys and values of the sequences in some slots.
+    """Keys and values of the sequences in the slots.
 
-    A sequence lies in a row that holds up to twice its length, at least `MIN_CAPACITY` tokens. It moves to a longer row
-    as it grows, so that one long sequence costs its own length and not that of all others. Shapes are those that the
-    model's layers hand in first.
+    A sequence is stored in a row with a capacity of up to twice its length, and at least `MIN_CAPACITY` tokens. It
+    moves to a longer row as it grows, so one long sequence does not make all rows long. Shapes are taken from the first
+    tensors of the model's layers.
     """
 
     def __init__(self) -> None:
-        self._shelves: dict[int, _CapacityBucket] = {}
-        self._places: dict[int, CacheRow] = {}
+        self._buckets: dict[int, _CapacityBucket] = {}
+        self._rows: dict[int, CacheRow] = {}
 
     @property
     def tokens(self) -> int:
         """The number of tokens that there is room for."""
-        return sum(shelf.rows * shelf.capacity for shelf in self._shelves.values())
+        return sum(bucket.rows * bucket.capacity for bucket in self._buckets.values())
 
     def row_of(self, slot: int) -> CacheRow:
-        """Where the slot's sequence lies. Changed by `reserve` only."""
-        return self._places[slot]
+        """Return the cache row of a slot. Only `reserve` changes it."""
+        return self._rows[slot]
 
     def reserve(self, slot: int, length: int, kept: int, spare: Iterable[int] = ()) -> int | None:
-        """Give a slot room for ``length`` tokens, of which it keeps the first ``kept``.
+        """Give a slot room for ``length`` tokens, and keep its first ``kept`` tokens.
 
-        ``spare`` are slots that can be given up before more memory is taken; returns the one that was, if any. If there
-        is no memory, every slot is left as it was.
+        ``spare`` are slots that may be evicted before memory grows. Return the evicted one, if any. If there is not
+        enough memory, all slots stay unchanged.
         """
         capacity = max(MIN_CAPACITY, 1 << (length - 1).bit_length())
-        old = self._places.get(slot)
+        old = self._rows.get(slot)
         if old is not None and (old.capacity == capacity or (kept and old.capacity > capacity)):
             return None
-        shelf = self._shelves.setdefault(capacity, _CapacityBucket(capacity))
-        row, given_up = self._free_row(shelf), None
+        bucket = self._buckets.setdefault(capacity, _CapacityBucket(capacity))
+        row, evicted = self._free_row(bucket), None
         if row is None:
-            given_up = next((one for one in spare if self._places[one].capacity == capacity), None)
-            if given_up is None:
-                row = shelf.rows
-                shelf.grow()
+            evicted = next((one for one in spare if self._rows[one].capacity == capacity), None)
+            if evicted is None:
+                row = bucket.rows
+                bucket.grow()
             else:
-                row = self._places.pop(given_up).row
+                row = self._rows.pop(evicted).row
         new = CacheRow(capacity, row)
         if old is not None:
             self._copy(old, new, kept)
-        self._places[slot] = new
-        return given_up
+        self._rows[slot] = new
+        return evicted
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` tokens of a slot to another, which has room for them."""
-        self._copy(self._places[source], self._places[target], length)
+        self._copy(self._rows[source], self._rows[target], length)
 
     def clear(self) -> None:
-        """Forget every sequence, and free the memory."""
-        self._shelves.clear()
-        self._places.clear()
+        """Drop every sequence, and free the memory."""
+        self._buckets.clear()
+        self._rows.clear()
 
     def buffers(self, capacity: int, layer: int, key: torch.Tensor, value: torch.Tensor) -> Buffers:
-        """What a layer keeps on the shelf of a capacity; made like ``key`` and ``value`` if there is nothing yet."""
-        return self._shelves[capacity].buffers(layer, key, value)
+        """Return a layer's buffers of one capacity. New ones are created like ``key`` and ``value``."""
+        return self._buckets[capacity].buffers(layer, key, value)
 
-    def _free_row(self, shelf: _CapacityBucket) -> int | None:
-        taken = {place.row for place in self._places.values() if place.capacity == shelf.capacity}
-        return next((row for row in range(shelf.rows) if row not in taken), None)
+    def _free_row(self, bucket: _CapacityBucket) -> int | None:
+        taken = {one.row for one in self._rows.values() if one.capacity == bucket.capacity}
+        return next((row for row in range(bucket.rows) if row not in taken), None)
 
     def _copy(self, source: CacheRow, target: CacheRow, length: int) -> None:
         if not length:
             return
-        for layer, old in self._shelves[source.capacity].layers.items():
-            new = self._shelves[target.capacity].buffers(layer, *old)
+        for layer, old in self._buckets[source.capacity].layers.items():
+            new = self._buckets[target.capacity].buffers(layer, *old)
             for from_buffer, to_buffer in zip(old, new, strict=True):
                 to_buffer[target.row, :length] = from_buffer[source.row, :length]
 
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """The tokens of one row in one step: ``count`` tokens from position ``start`` on, in a slot."""
+    """The tokens of one sequence in one step: ``count`` tokens from position ``start`` on, in a slot."""
 
     slot: int
     start: int
@@ -141,11 +141,11 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class _Write:
-    """Tokens whose keys and values go to the shelf of one capacity.
+    """Tokens whose keys and values are written to the bucket of one capacity.
 
     Attributes:
-        capacity: the shelf.
-        tokens: their packed indices, [n]; None where these are all tokens.
+        capacity: capacity of the bucket.
+        tokens: their packed indices, [n]; None if these are all tokens.
         targets: ``row * capacity + position`` of each, [n].
     """
 
@@ -156,13 +156,13 @@ class _Write:
 
 @dataclass(frozen=True)
 class _DecodeCall:
-    """Rows of one shelf that advance by one token each, attended to in one call.
+    """Rows of one bucket that advance by one token each, attended to in one call.
 
     Attributes:
-        capacity: the shelf.
+        capacity: capacity of the bucket.
         tokens: their packed indices, [n].
-        rows: their rows on the shelf, [n], or a slice where these follow each other, so that nothing need be copied.
-        length: keys of the longest.
+        rows: their rows in the bucket, [n], or a slice if they are adjacent, which avoids a copy.
+        length: number of keys of the longest.
         mask: added to the scores, [n, 1, 1, length].
     """
 
@@ -175,21 +175,21 @@ class _DecodeCall:
 
 @dataclass(frozen=True)
 class _PrefillCall:
-    """Several tokens of one row: its packed tokens ``first`` to ``last``, and the mask [queries, keys]."""
+    """Several tokens of one row: packed tokens ``first`` to ``last`` (exclusive), and the mask [queries, keys]."""
 
     first: int
     last: int
-    place: CacheRow
+    row: CacheRow
     mask: torch.Tensor
 
 
 class KVCacheAttention:
-    """The plan of one step: each chunk's tokens are written to its slot, and see all of the slot up to themselves."""
+    """The attention plan of one step. Each chunk is written to its slot, and sees the slot up to its own tokens."""
 
     def __init__(
         self, store: KVCache, chunks: Sequence[PrefillChunk], device: torch.device, dtype: torch.dtype
     ) -> None:
-        """``chunks`` are in packed order; `KVCache.reserve` has made room for them."""
+        """``chunks`` must be in packed order, and `KVCache.reserve` must have made room for them."""
         self._store = store
         self._device = device
         self._dtype = dtype
@@ -198,12 +198,12 @@ class KVCacheAttention:
         decoding: dict[int, list[tuple[int, PrefillChunk]]] = {}
         offset = 0
         for chunk in chunks:
-            place = store.row_of(chunk.slot)
-            written.setdefault(place.capacity, []).append((offset, chunk))
+            row = store.row_of(chunk.slot)
+            written.setdefault(row.capacity, []).append((offset, chunk))
             if chunk.count == 1:
-                decoding.setdefault(place.capacity, []).append((offset, chunk))
+                decoding.setdefault(row.capacity, []).append((offset, chunk))
             else:
-                self._prefills.append(_PrefillCall(offset, offset + chunk.count, place, self._causal(chunk)))
+                self._prefills.append(_PrefillCall(offset, offset + chunk.count, row, self._causal(chunk)))
             offset += chunk.count
         self._writes = [self._write(capacity, part, offset) for capacity, part in written.items()]
         self._decodes = [self._decode_call(capacity, part) for capacity, part in decoding.items()]
@@ -212,16 +212,16 @@ class KVCacheAttention:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
         """See `packed_attention.AttentionPlan.attend`."""
-        shelves: dict[int, Buffers] = {}
+        buckets: dict[int, Buffers] = {}
         for write in self._writes:
-            shelves[write.capacity] = buffers = self._store.buffers(write.capacity, layer, key, value)
+            buckets[write.capacity] = buffers = self._store.buffers(write.capacity, layer, key, value)
             for buffer, states in zip(buffers, (key, value), strict=True):
                 kept = states if write.tokens is None else states.index_select(0, write.tokens)
                 buffer.flatten(0, 1).index_copy_(0, write.targets, kept)
         grouped = query.shape[1] != key.shape[1]
         output = query.new_empty((*query.shape[:2], value.shape[-1]))
         for decode in self._decodes:
-            keys, values = shelves[decode.capacity]
+            keys, values = buckets[decode.capacity]
             attended = scaled_dot_product_attention(
                 query.index_select(0, decode.tokens)[:, :, None],
                 keys[:, : decode.length][decode.rows].transpose(1, 2),
@@ -233,11 +233,11 @@ class KVCacheAttention:
             output.index_copy_(0, decode.tokens, attended[:, :, 0])
         for prefill in self._prefills:
             length = prefill.mask.shape[1]
-            keys, values = shelves[prefill.place.capacity]
+            keys, values = buckets[prefill.row.capacity]
             attended = scaled_dot_product_attention(
                 query[None, prefill.first : prefill.last].transpose(1, 2),
-                keys[None, prefill.place.row, :length].transpose(1, 2),
-                values[None, prefill.place.row, :length].transpose(1, 2),
+                keys[None, prefill.row.row, :length].transpose(1, 2),
+                values[None, prefill.row.row, :length].transpose(1, 2),
                 attn_mask=prefill.mask,
                 scale=scaling,
                 enable_gqa=grouped,

@@ -1,7 +1,7 @@
-"""SlotTable: which sequence's keys and values lie in which slot, and who gets a slot next.
+"""SlotTable: which sequence is cached in which slot, and which slot a new request gets. It only decides.
 
-It decides and does nothing else. Slots of running rows are never taken; an idle one keeps what a rollout computed in
-its earlier turns until the slot is needed: those of forgotten rollouts go first, then the least recently used.
+Slots of running sequences are never taken. An idle slot keeps the earlier turns of a rollout until the slot is needed.
+Slots of finished rollouts are taken first, then the least recently used ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MIN_COPIED_PREFIX = 8
 """A common prefix shorter than this is computed again rather than copied from another slot."""
 
 MIN_AWAITED_PREFIX = 16
-"""If waiting for a running prefill makes at least this many more tokens available, a request waits for it."""
+"""A request waits for a running prefill that makes at least this many more of its tokens available."""
 
 
 @dataclass(eq=False)
@@ -24,11 +24,11 @@ class CachedSequence:
 
     Attributes:
         slot: the slot.
-        rollout_id: the rollout it belongs to; None once that is forgotten.
-        ids: its token ids; while it runs, all of its prompt, too.
-        computed: for how many of the ids keys and values lie in the slot.
-        running: whether a generation runs on it.
-        used: when it last ran, on the table's own clock.
+        rollout_id: the rollout it belongs to; None once the rollout is forgotten.
+        ids: its token ids; while it runs, the whole prompt, too.
+        computed: number of ids whose keys and values are in the slot.
+        running: whether a generation is using it.
+        used: when it last ran, by the table's own counter.
     """
 
     slot: int
@@ -41,7 +41,7 @@ class CachedSequence:
 
 @dataclass(frozen=True)
 class SlotAssignment:
-    """Where a prompt goes: its slot, with ``resident.computed`` tokens that lie there already or are to be copied.
+    """The slot of a prompt. Its first ``resident.computed`` tokens are there already or must be copied.
 
     ``copy_from`` is the slot to copy them from, or None.
     """
@@ -61,9 +61,9 @@ class SlotTable:
     def assign(self, rollout_id: str, prompt: array[int]) -> SlotAssignment | None:
         """Give a prompt a slot and mark it as running.
 
-        The prompt keeps the slot of its rollout's last turn if that is idle, and takes over the longest prefix that
-        any resident has. None if it has to wait: all slots are running, or a running prefill is computing a prefix
-        that the prompt shares.
+        The prompt keeps the slot of its rollout's last turn if that is idle, and reuses the longest prefix that any
+        cached sequence has. Return None if the request must wait, because all slots are busy or a running prefill is
+        computing a shared prefix.
         """
         best, usable, coming = self._longest_prefix(prompt)
         if coming - usable >= MIN_AWAITED_PREFIX:
@@ -82,7 +82,7 @@ class SlotTable:
         return SlotAssignment(resident, None if best is None or in_place else best.slot)
 
     def release(self, resident: CachedSequence) -> None:
-        """End the generation on a resident. What it computed stays until the slot is needed."""
+        """End the generation on a sequence. Its keys and values stay until the slot is needed."""
         del resident.ids[resident.computed :]
         resident.running = False
         resident.used = self._tick()
@@ -102,13 +102,13 @@ class SlotTable:
         del self.residents[slot]
 
     def clear(self) -> None:
-        """Free every idle slot, because its keys and values are of no use any more."""
+        """Free every idle slot, because its keys and values are out of date."""
         self.residents = {slot: kept for slot, kept in self.residents.items() if kept.running}
 
     def _longest_prefix(self, prompt: array[int]) -> tuple[CachedSequence | None, int, int]:
-        """The resident with the longest computed prefix of the prompt, its length, and the longest that is coming.
+        """Return the sequence with the longest computed prefix of the prompt, its length, and the longest in prefill.
 
-        The last token of the prompt is never taken over: its hidden state is needed for the first sampled token.
+        The last token of the prompt is always computed: its hidden state is needed for the first sampled token.
         """
         best, usable, coming = None, 0, 0
         for resident in self.residents.values():
@@ -119,12 +119,12 @@ class SlotTable:
         return best, usable, coming
 
     def _own(self, rollout_id: str) -> CachedSequence | None:
-        """The idle resident of a rollout's last turn."""
+        """Return the idle sequence of a rollout's last turn."""
         own = [kept for kept in self.residents.values() if not kept.running and kept.rollout_id == rollout_id]
         return max(own, key=lambda kept: kept.used, default=None)
 
     def _free_slot(self, keep: CachedSequence | None) -> int | None:
-        """A forgotten slot, else an empty one, else the idle one used longest ago; ``keep`` only as the last."""
+        """Return a forgotten slot, else an empty one, else the least recently used idle one; ``keep`` as the last."""
         kept_slot = None if keep is None else keep.slot
         if forgotten := [slot for slot in self.evictable_slots() if slot != kept_slot]:
             return forgotten[0]

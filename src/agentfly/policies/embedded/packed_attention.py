@@ -1,17 +1,13 @@
-"""The common prefix of two sequences of token ids.
+"""Packed attention: a model runs all tokens of many rows as one sequence without padding, and shares their prefixes.
 
-Rows packed into one sequence, with what they have in common computed once.
+Linear layers, norms and embeddings do not depend on which row a token belongs to; only attention does. So the model is
+called once with the tokens of all rows in one sequence of length T. An *attention plan* determines which keys each
+token sees in each layer. Sampling plans read and write the KV cache (`kv_cache`). Scoring plans (`PackedAttention`)
+compute common prefixes of rows once. Without a plan the model behaves as usual.
 
 The attempts of a group share their prompt, and the tasks of a batch often share a system prompt and examples. Packed,
-the rows become a tree of *segments*: a segment holds tokens that a set of rows has in common, and attends to its
-ancestors and, causally, to itself. Segments of one parent are attended to in one call, as a *block*.
-
-The attention function under which a model runs packed: all tokens of many rows as one sequence without padding.
-
-Linear layers, norms and embeddings do not care which row a token belongs to; only attention does. So a model is called
-once with the tokens of all rows in one sequence of length T, and a *plan* tells the attention of each layer which
-keys each token may see. Sampling plans read and write kept keys and values (`keyvalues`), scoring plans share the
-prefixes of rows (`packing`). Without a plan the model behaves as it always does.
+the rows form a tree of *segments*. A segment holds tokens that a set of rows has in common. It attends to its ancestors
+and, causally, to itself. Segments of one parent are attended to in one call, as a *block*.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ from agentfly.core.errors import ConfigError
 
 
 def common_prefix(left: array[int], right: array[int]) -> int:
-    """Length of the longest common prefix of two arrays of type ``'i'``."""
+    """Return the length of the longest common prefix of two arrays of type ``'i'``."""
     length = min(len(left), len(right))
     if length == 0 or left[0] != right[0]:
         return 0
@@ -44,7 +40,7 @@ def common_prefix(left: array[int], right: array[int]) -> int:
 
 
 MIN_SHARED = 16
-"""A common prefix shorter than this is computed once per row: a segment of its own would cost more."""
+"""A common prefix shorter than this is computed once per row, because a segment of its own would cost more."""
 
 
 @dataclass(eq=False)
@@ -63,11 +59,11 @@ class PrefixSegment:
         return len(self.ids)
 
     def lineage(self) -> list[PrefixSegment]:
-        """The segments from the root to this one, which together hold the row's tokens up to its end."""
+        """Return the segments from the root to this one. Together they hold the row's tokens up to its end."""
         return [*(self.parent.lineage() if self.parent else ()), self]
 
     def packed_indices(self) -> torch.Tensor:
-        """Index in the packed sequence of every token of the row up to the segment's end."""
+        """Return the packed index of every token of the row up to the segment's end."""
         return torch.cat([torch.arange(part.offset, part.offset + len(part)) for part in self.lineage()])
 
 
@@ -122,7 +118,7 @@ def pack_rows(
 
 @dataclass
 class _PrefixTreeBuilder:
-    """What the recursion that grows the tree of segments works on: rows in sorted order."""
+    """The state of the recursion that builds the tree of segments from rows in sorted order."""
 
     rows: Sequence[Sequence[int]]
     order: list[int]
@@ -131,28 +127,28 @@ class _PrefixTreeBuilder:
     leaves: list[PrefixSegment]
 
 
-def _grow(growth: _PrefixTreeBuilder, first: int, last: int, start: int, parent: PrefixSegment | None) -> None:
+def _grow(tree: _PrefixTreeBuilder, first: int, last: int, start: int, parent: PrefixSegment | None) -> None:
     """Add the segments of the sorted rows ``first`` to ``last`` (exclusive), from position ``start`` on."""
-    row = growth.rows[growth.order[first]]
-    shared = min(growth.common[first : last - 1], default=len(row))
+    row = tree.rows[tree.order[first]]
+    shared = min(tree.common[first : last - 1], default=len(row))
     if last - first == 1 or shared - start >= MIN_SHARED:
         if shared > start:
             parent = PrefixSegment(row[start:shared], start, parent)
-            growth.segments.append(parent)
-        while first < last and len(growth.rows[growth.order[first]]) == shared and parent is not None:
-            growth.leaves[growth.order[first]] = parent  # the row ends here; sorted order puts such rows first
+            tree.segments.append(parent)
+        while first < last and len(tree.rows[tree.order[first]]) == shared and parent is not None:
+            tree.leaves[tree.order[first]] = parent  # the row ends here; sorted order puts such rows first
             first += 1
         start = shared
     while first < last:
         stop = first + 1
-        while stop < last and growth.common[stop - 1] - start >= MIN_SHARED:
+        while stop < last and tree.common[stop - 1] - start >= MIN_SHARED:
             stop += 1
-        _grow(growth, first, stop, start, parent)
+        _grow(tree, first, stop, start, parent)
         first = stop
 
 
 def _blocks(segments: list[PrefixSegment]) -> Iterator[list[PrefixSegment]]:
-    """Segments of one parent, shortest first, cut where padding would double the work."""
+    """Yield blocks of segments with one parent, shortest first. A block ends where padding would double the work."""
     siblings: dict[int, list[PrefixSegment]] = {}
     for segment in segments:
         siblings.setdefault(id(segment.parent), []).append(segment)
@@ -173,9 +169,9 @@ class AttentionBlock:
     Attributes:
         query_indices: packed index of each query, padded, [n * queries].
         key_indices: packed index of each key (ancestors, then own), padded, [n * keys].
-        mask: added to the scores, [n, 1, queries, keys]; None where the segments have no ancestors, whose attention is
-            plainly causal.
-        valid: which of the padded queries are tokens, as indices into n * queries; None if all are.
+        mask: added to the scores, [n, 1, queries, keys]; None if the segments have no ancestors and their attention is
+            simply causal.
+        valid: indices of the padded queries that are tokens, into n * queries; None if all are.
         count: n.
     """
 
@@ -187,7 +183,7 @@ class AttentionBlock:
 
     @classmethod
     def of(cls, segments: list[PrefixSegment], device: torch.device, dtype: torch.dtype) -> AttentionBlock:
-        """The call for some segments of one parent."""
+        """Create the call for segments of one parent."""
         count, queries = len(segments), max(map(len, segments))
         lengths = torch.tensor([len(segment) for segment in segments])
         offsets = torch.tensor([segment.offset for segment in segments])
@@ -209,7 +205,7 @@ class AttentionBlock:
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """Outputs of the block's tokens, in packed order, [tokens, heads, head_dim]."""
+        """Return the outputs of the block's tokens in packed order, [tokens, heads, head_dim]."""
         attended = scaled_dot_product_attention(
             self._gather(query, self.query_indices),
             self._gather(key, self.key_indices),
@@ -244,7 +240,7 @@ PACKED_ATTENTION = "agentfly_packed"
 """Name of the attention function in transformers' registry."""
 
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
-"""What some models ask of attention beyond a causal softmax."""
+"""Arguments with which some models request more than causal softmax attention."""
 
 
 class AttentionPlan(Protocol):
@@ -253,7 +249,7 @@ class AttentionPlan(Protocol):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """Attention of one layer.
+        """Compute the attention of one layer.
 
         Args:
             layer: number of the layer, from 0.
@@ -278,7 +274,7 @@ def packed_attention(
     attention_plan: AttentionPlan | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers calls, with tensors of shape [1, heads, T, head_dim]."""
+    """Compute attention by a plan. transformers calls this function with tensors of shape [1, heads, T, head_dim]."""
     if attention_plan is None:
         output: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
@@ -287,7 +283,7 @@ def packed_attention(
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ConfigError(
-                f"The model's attention uses {name}, which the embedded policy does not run. "
+                f"The model's attention uses {name}, which the embedded policy does not support. "
                 "Use a model with plain causal attention in every layer."
             )
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -298,10 +294,10 @@ def packed_attention(
 
 
 def enable_packed_attention(model: PreTrainedModel) -> None:
-    """Have the model's attention follow the plans it is called with. A second call changes nothing.
+    """Make a model's attention follow the plans that it is called with. A second call changes nothing.
 
     Raises:
-        ConfigError: the model's class does not let its attention function be chosen.
+        ConfigError: the attention function of the model's class cannot be replaced.
     """
     if model.config._attn_implementation == PACKED_ATTENTION:
         return
@@ -310,7 +306,7 @@ def enable_packed_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation(PACKED_ATTENTION)
     if model.config._attn_implementation != PACKED_ATTENTION:
         raise ConfigError(
-            f"{type(model).__name__} does not let its attention function be chosen, which the embedded policy needs. "
+            f"The attention function of {type(model).__name__} cannot be replaced, which the embedded policy needs. "
             "Use a model whose transformers class supports the attention interface (Llama, Qwen, SmolLM, ...)."
         )
 
@@ -318,7 +314,7 @@ def enable_packed_attention(model: PreTrainedModel) -> None:
 def packed_hidden(
     model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan
 ) -> torch.Tensor:
-    """Last hidden states of packed tokens.
+    """Compute the last hidden states of packed tokens.
 
     Args:
         model: a causal language model with `enable_packed_attention`.
@@ -327,9 +323,9 @@ def packed_hidden(
         plan: which keys each token sees.
 
     Returns:
-        [T, hidden], to be given to the model's output embeddings.
+        [T, hidden], the input of the model's output layer.
     """
-    # A mask of four dimensions is passed through as it is, so that none is built; the plan takes its place.
+    # A mask of four dimensions is passed through unchanged, so transformers builds none. The plan replaces it.
     no_mask = torch.empty((1, 1, 1, 1), device=ids.device)
     decoder = model.get_decoder()  # type: ignore[no-untyped-call]
     output = decoder(

@@ -165,7 +165,7 @@ def test_a_run_in_place_of_a_model(refused, where):
         Path(f"runs/mine/checkpoints/step-{step}").mkdir(parents=True)
     code, message = refused("rollout", "config.yaml", f"model={where}")
     assert code == 2
-    assert f"Name a checkpoint, of which {Path.cwd()}/runs/mine/checkpoints/step-1000000 is the last" in message
+    assert f"Name a checkpoint; the last one is {Path.cwd()}/runs/mine/checkpoints/step-1000000" in message
     assert f"agentfly export {Path.cwd()}/runs/mine --to DIR" in message
 
 

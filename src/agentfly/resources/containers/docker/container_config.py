@@ -14,7 +14,7 @@ from agentfly.resources.containers.stream_shell.protocol import SERVER_COMMAND, 
 
 AGENT = "1000:1000"
 ROOT = "0:0"
-# What the keeper needs to end the agent's processes, to start them without rights, and to empty its directories.
+# The server needs these to kill the agent's processes, to start them without rights, and to empty its directories.
 _SERVER_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETPCAP", "SETUID")
 _OCTAL = re.compile(r"\\([0-7]{3})")  # how such a file writes blanks
 _FILES = 4096
@@ -59,7 +59,7 @@ class ContainerConfig:
 
     @property
     def server_user(self) -> str:
-        """The user of the keeper."""
+        """The user of the server in the container."""
         return ROOT if self.privileged_server else self.user
 
     @property
@@ -78,7 +78,7 @@ class ContainerConfig:
 
     @property
     def drop_privileges(self) -> list[str]:
-        """Words before a program that take away what the keeper may and the agent may not."""
+        """Command prefix that drops the rights that the server has and the agent must not have."""
         return drop_privileges_command(self.user) if self.privileged_server else []
 
     def server_source(self, scripts: ShellScripts) -> bytes:

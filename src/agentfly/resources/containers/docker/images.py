@@ -308,7 +308,7 @@ def _image_not_found(engine: str, image: str, why: str) -> ResourceStartError:
 
 
 ARCHIVE = ".agentfly.tar"
-"""Where the keeper finds it, below the root."""
+"""Name of the archive in the container's root directory, where the server finds it."""
 _LIMIT_S = 120.0
 _ROOM = 256 * 2**20  # for names, of which files in memory may have very many
 # All processes stand still meanwhile, so that it is of one moment.

@@ -47,8 +47,8 @@ _FILES_OF_OTHERS = 1000
 class EngineSandbox(Sandbox):
     """A sandbox of dockerd or podman.
 
-    Where its keeper is guarded, a reset ends every process inside and empties what the agent could write to, in some
-    milliseconds; otherwise it is a new container, and the old one is removed in the background.
+    With a privileged server, a reset kills all processes inside and empties the agent's writable directories, within
+    milliseconds. Otherwise a reset starts a new container, and the old one is removed in the background.
     """
 
     def __init__(

@@ -126,7 +126,7 @@ class EnrootDirectory:
 
     @property
     def limit_command(self) -> list[str]:
-        """Words before a program of the agent that take away the keeper's room for processes."""
+        """Command prefix for a program of the agent that leaves some processes of the limit to the server."""
         return ["/bin/bash", "-c", f'ulimit -u {self._agents} && exec "$@"', "bash"]
 
     @property

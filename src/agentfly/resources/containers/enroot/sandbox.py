@@ -35,9 +35,9 @@ _WORDS = 4000  # bytes kept of what enroot says
 class EnrootSandbox(Sandbox):
     """A sandbox of enroot.
 
-    Process 1 is the keeper of its shell. It has entered the root that enroot made, and has no capability and a filter
-    of system calls, like all that it starts and all that comes in beside it. With process 1 the kernel ends all the
-    others. A reset is an end and a start.
+    Process 1 is the server of its shell. It has entered the root that enroot made. It has no capability, and a filter
+    of system calls, like all processes inside. When process 1 ends, the kernel kills all others. A reset ends the
+    sandbox and starts it again.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Make the root file system that the churn benchmark runs in: that of the tests, with git repositories in /testbed.
+"""Make the root file system of ``python -m benchmarks.sandbox_episodes``.
+
+It is the root file system of the tests, with git repositories in /testbed.
 
     python scripts/make_bench_image.py [directory]
 
@@ -23,7 +25,7 @@ _IDENTITY = ("-c", "user.name=bench", "-c", "user.email=bench@localhost")
 
 
 def make(directory: Path = make_test_image.DIRECTORY) -> Path:
-    """Make the archive, unless it is there; where it is."""
+    """Make the archive unless it exists. Return its path."""
     archive = directory / ARCHIVE
     if archive.exists():
         return archive

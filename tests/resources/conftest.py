@@ -28,7 +28,7 @@ from agentfly.resources.containers.docker.backend import Docker, Podman
 from agentfly.resources.containers.enroot.backend import Enroot
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.engine.engine import ResourceEngine
-from agentfly.testing.private_engines import PRIVATE_ENGINES, import_image
+from tests.support.private_container_engines import PRIVATE_ENGINES, import_image
 from tests.support.virtual_time import run_in_virtual_time
 
 _numbers = itertools.count()

@@ -1,4 +1,4 @@
-"""``agentfly bench``: what AgentFly costs on this machine, as ratios of the best possible."""
+"""``agentfly bench``: the cost of AgentFly on this machine, compared with the best possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-app = typer.Typer(help="Measure what AgentFly costs on this machine.", no_args_is_help=True)
+app = typer.Typer(help="Measure the cost of AgentFly on this machine.", no_args_is_help=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the measurements as JSON.")]
 
@@ -20,17 +20,23 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the measurements as 
 def rollouts(
     only: Annotated[
         str | None,
-        typer.Option(help="Measure these workloads only, separated by commas.", metavar="A,…", show_default="all"),
+        typer.Option(help="Measure only these workloads, separated by commas.", metavar="A,…", show_default="all"),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Measure each workload so often, and tell the median.", min=1)] = 1,
+    repeats: Annotated[int, typer.Option(help="Repeat each workload and report the median.", min=1)] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Efficiency of many concurrent rollouts with known latencies: best possible time / measured time.
+    """Measure the efficiency of concurrent rollouts with known latencies: best possible time / measured time.
 
-    A: 64 rollouts of 1 to 9 turns, 0.1 s a generation, tools of 5 to 50 ms. B: 256 of them. C: 64, 0.1 to 0.2 s a
-    generation, a few tools far longer than most. D: 128 of 1 to 3 turns, tools of 0.5 to 1.5 s. E: 1,024 of 1 to 9
-    turns, 1 to 2 s a generation, tools of up to 20 s. Each of these is measured with async and with sync functions as
-    tools. F: E through a pool of 128 sandboxes that take 0.5 s to start, half of the tools sync functions.
+    \b
+    Workload  rollouts  turns   generation    tools
+    A               64  1 to 9  0.1 s         5 to 50 ms
+    B              256  1 to 9  0.1 s         5 to 50 ms
+    C               64          0.1 to 0.2 s  a few far longer than most
+    D              128  1 to 3                0.5 to 1.5 s
+    E            1,024  1 to 9  1 to 2 s      up to 20 s
+    F            1,024  as E, through a pool of 128 sandboxes that start in 0.5 s
+
+    A to E are measured with async and with sync tools. In F, half of the tools are sync.
     """
     from agentfly.benchmarks.rollouts.measure import render, run_rollouts_bench
 
@@ -47,7 +53,7 @@ def sampling(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokens a second of rollouts of several turns: 32 at once, one at a time, and transformers' own static batch."""
+    """Measure tokens per second in multi-turn rollouts: 32 at once, one at a time, and transformers' static batch."""
     from agentfly.benchmarks.sampling import render, run_sampling_bench
 
     _show(run_sampling_bench(model, vllm_python=vllm), render, as_json)
@@ -57,19 +63,15 @@ def sampling(
 def resources(
     only: Annotated[
         str | None,
-        typer.Option(help="Measure these parts only, separated by commas.", metavar="PART,…", show_default="all"),
+        typer.Option(help="Measure only these parts, separated by commas.", metavar="PART,…", show_default="all"),
     ] = None,
     image: Annotated[
         str | None,
-        typer.Option(
-            help="For docker and podman: an image that they have, or the path of a root file system, with which "
-            "engines of their own are run for the measurement (as root). Where it has repositories, episodes in them "
-            "are measured, on bubblewrap too."
-        ),
+        typer.Option(help="For docker and podman: the name of an image that they have.", metavar="NAME"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Cost of the engine, use of pools against the optimum, and containers against the bare program of each backend.
+    """Measure the engine, the occupancy of pools, and containers against the bare program of each backend.
 
     The parts are engine, occupancy, environments, bubblewrap, docker and podman.
     """

@@ -1,4 +1,4 @@
-"""What containers of docker and podman cost beside the engine's own program, and episodes in them with a warm pool."""
+"""Cost of Docker and Podman containers, compared with the command-line program of the engine."""
 
 from __future__ import annotations
 
@@ -9,94 +9,66 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from agentfly.benchmarks.churn import measure_episodes
 from agentfly.benchmarks.resources.bare import BareShell
 from agentfly.benchmarks.resources.sandboxes import measure_backend, measure_many
-from agentfly.core import signals
 from agentfly.core.errors import PrerequisiteError
 from agentfly.resources.containers.backend import get_backend
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.testing.private_engines import PRIVATE_ENGINES, import_image
 
 ENGINES = {"docker": "DOCKER_HOST", "podman": "CONTAINER_HOST"}
-"""The backends, each with the variable that says where its engine listens."""
+"""The backends, each with the environment variable that holds the address of its engine."""
 
-_IMPORTED = "agentfly-bench"
 _ANSWER = ["bash", "-c", "read; echo; read"]
-_PLAIN = ["--network=none", "--ulimit=nofile=4096:4096", "--ulimit=nproc=4096:4096"]  # more is not everybody's to give
+_PLAIN = [
+    "--network=none",
+    "--ulimit=nofile=4096:4096",
+    "--ulimit=nproc=4096:4096",
+]  # all that users may set
 
 
 def measure_engine_backend(name: str, image: str, *, rounds: int = 10, commands: int = 200, count: int = 64) -> Any:
-    """Measure an engine's containers beside its command-line program, many at once, and episodes in them.
+    """Measure containers of an engine against its command-line program, and many containers at once.
 
     Args:
-        name: the backend.
-        image: the path of an archive of a root file system, for which an engine of its own is run as long as it is
-            measured (that needs root); or the name of an image that the engine of this machine has. Where it has
-            repositories in ``/testbed`` (see ``scripts/make_bench_image.py``), episodes are measured too.
-        rounds: how many containers.
-        commands: how many commands in a session.
-        count: how many containers at once.
+        name: the backend: ``docker`` or ``podman``.
+        image: the name of an image that the engine has.
+        rounds: number of containers.
+        commands: number of commands in a session.
+        count: number of containers alive at once.
 
     Returns:
-        What `measure_backend` gives; ``many``, what `measure_many` gives; and what `measure_episodes` gives.
+        The result of `measure_backend`, and under ``many`` the result of `measure_many`.
 
     Raises:
         PrerequisiteError: such containers cannot be started on this machine.
     """
-    with _engine(name, image) as (address, image_name):
-        spec = ContainerSpec(image=image_name, backend=name, memory="512MiB")  # type: ignore[arg-type]
-        get_backend(name).probe().check(spec)
-        program = _Program(name, address)
-        measured = measure_backend(
-            spec,
-            bare_start=program.start,
-            bare_shell=partial(program.shell, image_name),
-            rounds=rounds,
-            commands=commands,
-        )
-        return {**measured, "many": measure_many(spec, count), **signals.run_until_signal(measure_episodes(spec))}
+    spec = ContainerSpec(image=image, backend=name, memory="512MiB")  # type: ignore[arg-type]
+    found = get_backend(name).probe()
+    if not found.available:
+        raise PrerequisiteError(" ".join(found.missing))
+    found.check(spec)
+    program = _Program(name, os.environ.get(ENGINES[name], ""))
+    measured = measure_backend(
+        spec,
+        bare_start=program.start,
+        bare_shell=partial(program.shell, image),
+        rounds=rounds,
+        commands=commands,
+    )
+    return {**measured, "many": measure_many(spec, count)}
 
 
 def measures_of(image: str | None) -> dict[str, Callable[[], dict[str, Any]]]:
-    """What measures each engine with an image; without one, it says that an image is needed."""
+    """Return a function per engine that measures it. Without an image, the function raises `PrerequisiteError`."""
     return {name: partial(_with_image, name, image) for name in ENGINES}
 
 
 def _with_image(name: str, image: str | None) -> Any:
     if image is None:
-        raise PrerequisiteError(
-            f"no image was given. Add --image with a name that {name} has, or with the path of a root file system as "
-            "scripts/make_bench_image.py makes one."
-        )
+        raise PrerequisiteError(f"no image was given. Add --image with the name of an image that {name} has.")
     return measure_engine_backend(name, image)
-
-
-@contextmanager
-def _engine(name: str, image: str) -> Iterator[tuple[str, str]]:
-    """An engine that has the image: where it listens, and the image's name."""
-    if not image.startswith(("/", ".")):
-        found = get_backend(name).probe()
-        if not found.available:
-            raise PrerequisiteError(" ".join(found.missing))
-        yield os.environ.get(ENGINES[name], ""), image
-        return
-    if not Path(image).is_file():
-        raise PrerequisiteError(f"--image {image}: there is no such file.")
-    variable, before = ENGINES[name], os.environ.get(ENGINES[name])
-    with PRIVATE_ENGINES[name]() as address:
-        import_image(address, Path(image), _IMPORTED)
-        os.environ[variable] = address
-        try:
-            yield address, f"{_IMPORTED}:latest"
-        finally:
-            if before is None:
-                del os.environ[variable]
-            else:
-                os.environ[variable] = before
 
 
 class _Program:
@@ -104,7 +76,7 @@ class _Program:
 
     def __init__(self, name: str, address: str) -> None:
         if shutil.which(name) is None:
-            raise PrerequisiteError(f"the program {name}, beside which containers are measured, is not there.")
+            raise PrerequisiteError(f"the program {name}, which containers are compared with, is not installed.")
         self._words = [name]
         self._remove = ["rm", "--force", *(["--time=0"] if name == "podman" else [])]  # docker does not wait by itself
         if address:

@@ -1,4 +1,4 @@
-"""What `agentfly bench resources` measures: the engine, the use of pools, and the containers of each backend."""
+"""``agentfly bench resources``: the engine, the occupancy of pools, environments, and containers of each backend."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 OWNERS = (1, 10, 100, 1_000, 10_000)
-"""How many owners want one of `CAPACITY` instances at once."""
+"""Numbers of owners that contend for `CAPACITY` instances."""
 
 CAPACITY = 8
 ROUNDS = 5
 
 
 async def measure_engine() -> dict[str, Any]:
-    """Acquire and release resources that cost nothing, so that what is measured is the engine alone.
+    """Measure the engine alone: acquire and release resources that cost nothing.
 
     Returns:
-        ``warm_us``: microseconds for one acquire and release while an idle instance is ready, the reset in the
-        background not counted.
-        ``cycle_us``: microseconds from one acquire to the next of a single owner on a pool of one, with release,
-        reset, health check and hand-over.
-        ``per_operation_us``: the same by number of owners who contend for a pool of eight, as each finishes and the
-        next gets its turn.
-        ``growth``: microseconds with 10,000 owners over those with 10.
+        ``warm_us``: microseconds for one acquire and release with an idle instance ready. The background reset is
+        not counted.
+        ``cycle_us``: microseconds from one acquire to the next by a single owner on a pool of one. It includes
+        release, reset, health check and grant.
+        ``per_operation_us``: the same for each number of owners that contend for a pool of eight.
+        ``growth``: ``per_operation_us`` with 10,000 owners divided by the value with 10.
     """
     with tempfile.TemporaryDirectory() as directory:
         async with ResourceEngine(ledger=Path(directory)) as engine:
@@ -70,7 +69,7 @@ async def _cycle(engine: ResourceEngine, operations: int = 2_000) -> float:
 
 
 async def _contend(engine: ResourceEngine, owners: int) -> float:
-    """The median over some rounds, in each of which every owner gets an instance once or more."""
+    """Return the median over several rounds. Every owner acquires an instance at least once per round."""
     spec = FakeSpec(name=f"for {owners}", capacity=CAPACITY)
     turns = max(1, 2_000 // owners)
 
@@ -87,35 +86,36 @@ async def _contend(engine: ResourceEngine, owners: int) -> float:
 
 
 PARTS = ("engine", "occupancy", "environments", "bubblewrap", "docker", "podman")
-"""What can be measured, in order."""
+"""The parts that can be measured, in order."""
 
 
 def run_resources_bench(parts: Collection[str] = PARTS, image: str | None = None) -> dict[str, Any]:
-    """Measure the engine, how well pools are used, environments, and containers of each backend.
+    """Measure the engine, the occupancy of pools, environments, and the containers of each backend.
 
     Args:
-        parts: what of `PARTS` to measure.
-        image: see `container_engines.measure_engine_backend` of this package; bubblewrap takes a path only.
+        parts: the parts to measure, some of `PARTS`.
+        image: the name of an image that docker and podman have. Without one, they are not measured.
 
     Returns:
-        By part. ``engine``: see `measure_engine`. ``occupancy``: see `agentfly.benchmarks.resources.engine`.
-        ``environments``: see `agentfly.benchmarks.resources.environments`. The backends: see
+        The measurements of each part. ``engine``: see `measure_engine`.
+        ``occupancy``: see `agentfly.benchmarks.resources.engine`. ``environments``: see
+        `agentfly.benchmarks.resources.environments`. The backends: see
         `agentfly.benchmarks.resources.sandboxes` and `agentfly.benchmarks.resources.container_engines`. A part that
-        cannot be measured here is ``{"missing": why}``.
+        cannot be measured here is ``{"missing": reason}``.
 
     Raises:
-        ConfigError: there is no such part.
+        ConfigError: a part is unknown.
     """
     from agentfly.benchmarks.resources import container_engines, environments, sandboxes
     from agentfly.benchmarks.resources import engine as occupancy
 
     if unknown := [part for part in parts if part not in PARTS]:
-        raise ConfigError(f"There is nothing called {unknown[0]!r} to measure. There is: {', '.join(PARTS)}.")
+        raise ConfigError(f"There is no part {unknown[0]!r} to measure. The parts are {', '.join(PARTS)}.")
     measures: dict[str, Callable[[], dict[str, Any]]] = {
         "engine": lambda: signals.run_until_signal(measure_engine()),
         "occupancy": occupancy.measure_occupancy,
         "environments": environments.measure_environments,
-        "bubblewrap": lambda: sandboxes.measure_bubblewrap(image),
+        "bubblewrap": sandboxes.measure_bubblewrap,
         **container_engines.measures_of(image),
     }
     result: dict[str, Any] = {}
@@ -129,7 +129,7 @@ def run_resources_bench(parts: Collection[str] = PARTS, image: str | None = None
 
 
 def render(result: dict[str, Any]) -> RenderableType:
-    """The measurements as tables for people."""
+    """Return the measurements as tables."""
     from rich.console import Group
 
     return Group(*(_render_part(part, measured) for part, measured in result.items()))
@@ -161,7 +161,7 @@ def _occupancy_table(occupancy: dict[str, Any]) -> RenderableType:
     from rich.table import Table
 
     title = f"{occupancy['rollouts']} rollouts over pools (target {occupancy['target']:.0%} of the optimum)"
-    caption = "Whatever else runs on the machine counts in these figures: measure while it is idle."
+    caption = "Other work on the machine changes these figures: measure while it is idle."
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     for heading in ("pool", "best s", "measured s", "with a semaphore s", "occupancy"):
         table.add_column(heading, justify="right")
@@ -172,17 +172,10 @@ def _occupancy_table(occupancy: dict[str, Any]) -> RenderableType:
 
 
 def _container_rows(measured: dict[str, Any]) -> list[tuple[str, str]]:
-    """One row a figure: milliseconds, ratios to the bare program, and what many at once take."""
+    """Return one row per figure: milliseconds, ratios to the bare program, and figures of many containers at once."""
     rows = []
     for name, value in measured.items():
-        if name.startswith("churn"):
-            what = "with their tests" if value["tests"] else "without tests"
-            rows += [
-                (f"episodes {what}, {way.replace('_', ' ')}", f"{value[f'{way}_episodes_per_minute']:.1f} a minute")
-                for way in ("warm", "cold")
-            ]
-            rows.append((f"episodes {what}, warm over cold", f"{value['ratio']:.2f} times"))
-        elif name == "many":
+        if name == "many":
             rows += [(f"{value['count']} alive at once: {part.replace('_', ' ')}", str(value[part])) for part in value]
         elif name.endswith("_ms"):
             rows.append((name.removesuffix("_ms").replace("_", " "), f"{value:.3f} ms"))

@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from agentfly.benchmarks.churn import measure_episodes
 from agentfly.benchmarks.resources.bare import BareShell, bare_bubblewrap, bare_process
 from agentfly.core import signals
 from agentfly.resources.containers.bubblewrap.backend import probe
@@ -47,20 +46,16 @@ echo $taken
 """
 
 
-def measure_bubblewrap(
-    image: str | None = None, *, rounds: int = 30, commands: int = 200, count: int = 64
-) -> dict[str, Any]:
-    """Measure bubblewrap as far as this machine lets it work, on the host's own system directories.
+def measure_bubblewrap(*, rounds: int = 30, commands: int = 200, count: int = 64) -> dict[str, Any]:
+    """Measure bubblewrap on the host's system directories, with the isolation that this machine supports.
 
     Args:
-        image: the path of a root file system, for episodes in it.
-        rounds: how many containers.
-        commands: how many commands in a session.
-        count: how many containers at once.
+        rounds: number of containers.
+        commands: number of commands in a session.
+        count: number of containers alive at once.
 
     Returns:
-        What `measure_backend` gives; ``many``, what `measure_many` gives; ``tier`` and ``limits``; and what
-        `agentfly.benchmarks.churn.measure_episodes` gives.
+        The result of `measure_backend`; under ``many`` the result of `measure_many`; ``tier`` and ``limits``.
 
     Raises:
         PrerequisiteError: sandboxes cannot be started on this machine.
@@ -70,9 +65,6 @@ def measure_bubblewrap(
     found.check(spec)
     measured = measure_backend(spec, bare_start=bare_bubblewrap, rounds=rounds, commands=commands)
     measured["many"] = measure_many(spec, count)
-    if image is not None and Path(image).exists():
-        episodes = replace(spec, image=str(Path(image).absolute()), memory="512MiB", pids=256, cpus=0)
-        measured |= signals.run_until_signal(measure_episodes(episodes))
     return {"tier": str(found.tier), "limits": found.memory, **measured}
 
 

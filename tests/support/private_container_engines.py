@@ -1,7 +1,7 @@
-"""Private container engines: a dockerd and a podman service of one's own, for tests and benchmarks.
+"""Private container engines for tests and benchmarks: a dockerd and a podman service.
 
-They share nothing with the engines of the machine: sockets, images and containers are in a directory that goes with
-them. They need root, and the Debian packages ``docker.io`` and ``podman`` with ``runc``.
+They share nothing with the engines of the machine. Sockets, images and containers are in a temporary directory.
+They need root, and the Debian packages ``docker.io`` and ``podman`` with ``runc``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from agentfly.core.errors import PrerequisiteError
 
 _PATIENCE_S = 60.0
-_END_PATIENCE_S = 5.0  # what it has is thrown away anyway
+_END_PATIENCE_S = 5.0  # its data is discarded anyway
 _FILES = "4096:4096"
 _CONTAINERS_CONF = """
 [engine]
@@ -37,10 +37,10 @@ runroot = "{directory}/run"
 
 @contextlib.contextmanager
 def private_dockerd() -> Iterator[str]:
-    """Run a dockerd without network of its own; its address.
+    """Run a dockerd without networks. Yield its address.
 
     Raises:
-        PrerequisiteError: something for it is missing.
+        PrerequisiteError: a program is missing, or the service does not start.
     """
     _need("dockerd", "containerd", "runc", package="docker.io")
     with _directory() as directory:
@@ -54,10 +54,10 @@ def private_dockerd() -> Iterator[str]:
 
 @contextlib.contextmanager
 def private_podman() -> Iterator[str]:
-    """Run a podman service; its address.
+    """Run a podman service. Yield its address.
 
     Raises:
-        PrerequisiteError: something for it is missing.
+        PrerequisiteError: a program is missing, or the service does not start.
     """
     _need("podman", "conmon", "runc", package="podman runc")
     with _directory() as directory:
@@ -86,19 +86,19 @@ PRIVATE_ENGINES: dict[str, Callable[[], contextlib.AbstractContextManager[str]]]
     "docker": private_dockerd,
     "podman": private_podman,
 }
-"""By the name of their backend."""
+"""Context managers of private engines, by the name of their backend."""
 
 
 def import_image(address: str, archive: Path, name: str) -> None:
-    """Make an image of an archive of a root file system.
+    """Import an archive of a root file system as an image.
 
     Args:
-        address: of the engine.
-        archive: the archive, a tar.
-        name: what to call it.
+        address: the address of the engine.
+        archive: a tar file.
+        name: the name of the image.
 
     Raises:
-        PrerequisiteError: the engine does not take it.
+        PrerequisiteError: the engine rejects the archive.
     """
     url = f"http://engine/v1.40/images/create?fromSrc=-&repo={name}"
     socket = address.removeprefix("unix://")
@@ -107,7 +107,7 @@ def import_image(address: str, archive: Path, name: str) -> None:
         [*command, "--request", "POST", "--upload-file", str(archive), url], capture_output=True, text=True, check=False
     )
     if done.returncode or '"error"' in done.stdout:
-        raise PrerequisiteError(f"{address} does not take {archive} as an image: {done.stdout} {done.stderr}")
+        raise PrerequisiteError(f"{address} rejects {archive} as an image: {done.stdout} {done.stderr}")
 
 
 def _need(*programs: str, package: str) -> None:
@@ -131,7 +131,7 @@ def _directory() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _running(command: list[str], directory: Path, socket: Path, settings: dict[str, str]) -> Iterator[None]:
-    """Run a service until its socket answers, and until the block is left."""
+    """Run a service for a block. Its socket exists when the block starts."""
     log = directory / "log"
     with log.open("wb") as file:
         service = subprocess.Popen(
@@ -141,7 +141,7 @@ def _running(command: list[str], directory: Path, socket: Path, settings: dict[s
             stdout=file,
             stderr=file,
             start_new_session=True,
-            cwd=directory,  # some write notes there, as of processes that were killed for memory
+            cwd=directory,  # some engines write files there, for example after an out-of-memory kill
         )
     try:
         deadline = time.monotonic() + _PATIENCE_S
@@ -160,7 +160,7 @@ def _running(command: list[str], directory: Path, socket: Path, settings: dict[s
 
 
 def _end_processes_of(directory: Path) -> None:
-    """Kill what names the directory in its command line: monitors of containers that their engine left."""
+    """Kill processes that have the directory in their command line: container monitors that the engine left."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):

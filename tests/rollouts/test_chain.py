@@ -213,5 +213,5 @@ def test_a_prompt_that_left_no_room_gives_its_place_to_the_next():
     tape.finish()
     assert [list(sequence.ids) for sequence in sequences] == [[1, 2, 9]]
     tape.begin_sequence(RenderedTokens([1]))
-    with pytest.raises(TokenInvariantError, match="nothing had answered"):
+    with pytest.raises(TokenInvariantError, match="before the previous one had a generation"):
         tape.begin_sequence(RenderedTokens([2]))

@@ -29,13 +29,13 @@ class EmbeddedPolicy:
     """A policy whose model lives in this process.
 
     Generations join and leave one running batch at any token. Keys and values of a rollout's earlier turns are kept
-    until it is forgotten, and what a prompt shares with any sequence in memory is copied rather than computed. The
-    weights are those of ``model``. A trainer updates them in place inside `exclusive_access`: nothing is synchronised.
-    Ids that no token of the tokenizer has are ruled out for the model, whoever samples or scores by it.
+    until the rollout is released. A prefix that a prompt shares with any cached sequence is copied instead of computed.
+    The weights are those of ``model``. A trainer updates them in place inside `exclusive_access`, so nothing is
+    synchronised. Ids without a token of the tokenizer are suppressed for the model, in sampling and in scoring.
 
-    Sampling is repeatable: the random numbers of a generation depend on the policy's seed, the rollout's id and the
-    number of its turn only, not on which other rollouts run at the same time. (The logits of a token can still differ
-    in the last bit with the batch it is computed in, which seldom, but now and then, tips a draw.)
+    Sampling is repeatable: the random numbers of a generation depend only on the policy's seed, the rollout's id and
+    the number of its turn, not on concurrent rollouts. The logits of a token can still differ in the last bit with the
+    batch that it is computed in, which rarely changes a sampled token.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class EmbeddedPolicy:
         Args:
             model: a causal language model whose attention can be chosen (see `packed_attention`).
             tokenizer: its tokenizer.
-            max_concurrent_generations: the most generations in the running batch; others wait, in their order.
+            max_concurrent_generations: maximum number of generations in the running batch; others wait in order.
             max_cached_sequences: maximum number of sequences whose keys and values are in memory, running ones
                 included; by default twice ``max_concurrent_generations``. Each takes memory for up to twice its tokens.
-            max_context_tokens: the most tokens of a sequence, prompt and sampled; by default what the model can hold.
-            seed: where all random numbers of the policy come from.
+            max_context_tokens: maximum number of tokens in a sequence, prompt and sampled; by default the model's own.
+            seed: seed of all random numbers of the policy.
 
         Raises:
             ConfigError: a limit is out of its range.
@@ -96,7 +96,7 @@ class EmbeddedPolicy:
         threads: int | None = None,
         seed: int = 0,
     ) -> Self:
-        """Load a model by name. It takes seconds, or minutes where the model must be fetched first.
+        """Load a model by name. It takes seconds, or minutes if the model must be fetched first.
 
         Args:
             name: a name of the catalogue, a local directory, or a Hugging Face id (see `catalog.resolve_model`).
@@ -106,8 +106,8 @@ class EmbeddedPolicy:
             max_concurrent_generations, max_cached_sequences, max_context_tokens, seed: see the class.
 
         Raises:
-            PrerequisiteError: the model cannot be had, or the machine lacks something.
-            ConfigError: a setting is out of its range, or the model is of a kind that cannot be run.
+            PrerequisiteError: the model cannot be fetched, or the machine lacks something.
+            ConfigError: a setting is out of its range, or the kind of model is not supported.
         """
         path = resolve_model(name)
         chosen = choose_device(device)
@@ -130,17 +130,17 @@ class EmbeddedPolicy:
 
     @property
     def context_length(self) -> int:
-        """The most tokens, prompt and sampled together, that a generation can hold."""
+        """Maximum number of tokens in a generation, prompt and sampled tokens together."""
         return self._context_length
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return self.model.device
 
     @property
     def version(self) -> int:
-        """How many times the weights have been updated."""
+        """The number of updates of the weights so far."""
         return self._version
 
     @property
@@ -167,8 +167,8 @@ class EmbeddedPolicy:
         """
         if images:
             raise PolicyError(
-                "The embedded policy runs language models without eyes, and this conversation holds images. Give a "
-                "policy that takes images, or leave them out."
+                "The embedded policy does not support images, and this conversation holds some. Use a policy that "
+                "takes images, or leave them out."
             )
         sampler = self._require_open()
         self._check_prompt(prompt_ids)
@@ -181,14 +181,14 @@ class EmbeddedPolicy:
         return Generation(request.ids, request.logprobs, request.finish_reason, request.version, request.raw_logprobs)
 
     def release_rollout(self, rollout_id: str) -> None:
-        """The rollout has ended: its keys and values may go."""
+        """Let the keys and values of a rollout that has ended be evicted."""
         self._turns.pop(rollout_id, None)
         if self._sampler is not None:
             self._sampler.enqueue(lambda batch: batch.forget(rollout_id))
 
     @asynccontextmanager
     async def exclusive_access(self) -> AsyncIterator[PreTrainedModel]:
-        """Have the model alone: waits until no generation runs, and keeps new ones waiting until the block ends.
+        """Use the model alone: wait until no generation runs, and keep new ones waiting until the block ends.
 
         A trainer updates the weights in a thread inside the block, and calls `weights_updated` before it ends.
         """
@@ -204,9 +204,9 @@ class EmbeddedPolicy:
                     sampler.resume()
 
     def weights_updated(self, version: int | None = None) -> None:
-        """The weights have changed: all keys and values are dropped. Called inside `exclusive_access`.
+        """Drop all keys and values after an update of the weights. Call it inside `exclusive_access`.
 
-        The version becomes ``version``, as when a run is resumed, or one more than it was.
+        The version becomes ``version``, as when a run is resumed, or increases by one.
         """
         self._version = new = self._version + 1 if version is None else version
         if self._sampler is not None:

@@ -19,10 +19,10 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw one token for each row by inverting its cumulative distribution.
 
-    Barred tokens have no probability. The logits are divided by the temperature, then cut to the ``top_k`` likeliest
-    tokens, then to the smallest set of likeliest tokens that holds ``top_p`` of what is left. The log-prob is that of
-    the token under this distribution. At temperature 0 the likeliest token is taken, and its log-prob is that at
-    temperature 1 without cuts: under what it was taken from it would be 0, which tells nothing.
+    Suppressed tokens have no probability. The logits are divided by the temperature, then cut to the ``top_k`` most
+    likely tokens, then to the smallest set of most likely tokens with ``top_p`` of the remaining mass. The log-prob is
+    that of the token under this distribution. At temperature 0 the most likely token is taken. Its log-prob is the one
+    at temperature 1 without cuts, because under the distribution of temperature 0 it would always be 0.
 
     Args:
         logits: [n, vocabulary].
@@ -30,11 +30,11 @@ def sample(
         uniforms: a number in [0, 1) for each row. The same number and logits give the same token.
 
     Returns:
-        Token ids [n], their log-probs [n], and their log-probs at temperature 1 without cuts and bars [n], both in
-        float32.
+        Token ids [n], their log-probs [n], and their log-probs at temperature 1 without cuts and suppression [n], both
+        in float32.
     """
     raw = torch.log_softmax(logits.float(), dim=-1)
-    logprobs = _without_barred(raw, samplings)
+    logprobs = _without_suppressed(raw, samplings)
     if any(how.temperature not in (0.0, 1.0) for how in samplings):
         temperatures = torch.tensor([how.temperature or 1.0 for how in samplings], device=logits.device)
         logprobs = torch.log_softmax(logprobs / temperatures[:, None], dim=-1)
@@ -49,22 +49,22 @@ def sample(
     return ids, logprobs.gather(1, ids[:, None])[:, 0], raw.gather(1, ids[:, None])[:, 0]
 
 
-def _without_barred(logprobs: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
-    """Log-probs with all barred tokens at -inf, normalised again."""
-    barred = [(row, token) for row, how in enumerate(samplings) for token in how.suppressed_ids]
-    if not barred:
+def _without_suppressed(logprobs: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
+    """Return log-probs with all suppressed tokens at -inf, normalised again."""
+    suppressed = [(row, token) for row, how in enumerate(samplings) for token in how.suppressed_ids]
+    if not suppressed:
         return logprobs
-    places = torch.tensor(barred, device=logprobs.device)
+    indices = torch.tensor(suppressed, device=logprobs.device)
     masked = logprobs.clone()
-    masked[places[:, 0], places[:, 1]] = float("-inf")
+    masked[indices[:, 0], indices[:, 1]] = float("-inf")
     return torch.log_softmax(masked, dim=-1)
 
 
 def _invert(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The token of each row [n, vocabulary] in which its share ``uniforms`` [n] of the probability mass is reached.
+    """Return the token of each row [n, vocabulary] at which its share ``uniforms`` [n] of the mass is reached.
 
-    First the block of tokens is found, then the token in it: a running sum over the whole vocabulary would be slow in
-    double precision, and in single precision would falsify the shares of the unlikely tokens.
+    First the block of tokens is found, then the token in it. A running sum over the whole vocabulary would be slow in
+    double precision, and inexact for unlikely tokens in single precision.
     """
     rows, size = probabilities.shape
     blocks = torch.nn.functional.pad(probabilities, (0, -size % _BLOCK)).view(rows, -1, _BLOCK)
@@ -76,9 +76,9 @@ def _invert(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor
 
 
 def _first_beyond(masses: torch.Tensor, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per row [n, k], the first index at which the running sum exceeds the point [n], and the sum before that index.
+    """Return per row [n, k] the first index at which the running sum exceeds the point [n], and the sum before it.
 
-    The index is never one of no mass, even where rounding puts the point at the end of all mass.
+    The index always has mass, even if rounding puts the point at the end of all mass.
     """
     sums = masses.cumsum(dim=-1)
     total = sums[:, -1]
@@ -88,7 +88,7 @@ def _first_beyond(masses: torch.Tensor, points: torch.Tensor) -> tuple[torch.Ten
 
 
 def _cut(logprobs: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.Tensor:
-    """Log-probs with all tokens outside top-k and top-p at -inf, normalised again."""
+    """Return log-probs with all tokens outside top-k and top-p at -inf, normalised again."""
     ordered, order = logprobs.sort(dim=-1, descending=True)
     size = logprobs.shape[-1]
     keep = torch.tensor([min(how.top_k or size, size) for how in samplings], device=logprobs.device)
@@ -97,7 +97,7 @@ def _cut(logprobs: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.T
     top_p = torch.tensor([how.top_p for how in samplings], device=logprobs.device)
     probabilities = ordered.exp()
     mass_before = probabilities.cumsum(dim=-1) - probabilities
-    # A top_p of 1 keeps everything, whatever rounding makes of the sum; the likeliest token is kept always.
+    # A top_p of 1 keeps everything despite rounding of the sum. The most likely token is always kept.
     beyond = (mass_before >= top_p[:, None]) & (top_p < 1)[:, None]
     beyond[:, 0] = False
     ordered = torch.log_softmax(ordered.masked_fill(beyond, float("-inf")), dim=-1)
@@ -105,17 +105,17 @@ def _cut(logprobs: torch.Tensor, samplings: Sequence[SamplingParams]) -> torch.T
 
 
 _RULED_OUT = "agentfly_ruled_out_ids"
-"""Where a model keeps which ids are ruled out. Copies of the model keep it too, and its files do not."""
+"""Attribute of a model with its suppressed ids. Copies of the model have it, too; its files do not."""
 
 _LOGIT = -1e30
-"""The logit of an id that is ruled out: its probability is 0, also at high temperatures, and 0 times it is a number."""
+"""The logit of a suppressed id: its probability is 0, even at high temperatures, and 0 times it is not NaN."""
 
 
 class OutputLayer:
     """The output layer of a causal language model.
 
     Args:
-        model: the model, with what `suppress_ids` has ruled out for it.
+        model: the model. Ids that `suppress_ids` has suppressed have no probability.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -125,21 +125,21 @@ class OutputLayer:
 
     @property
     def rows(self) -> int:
-        """How many ids there is a logit for."""
+        """Number of ids with a logit."""
         return int(self._layer.weight.shape[0])  # type: ignore[index]
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Logits [N, rows] of hidden states [N, hidden]; those of ids that are ruled out have no probability."""
+        """Return logits [N, rows] of hidden states [N, hidden]. Suppressed ids have no probability."""
         logits: torch.Tensor = self._layer(states)
         if not self._ruled_out:
             return logits
         return logits.index_fill_(-1, self._at, max(_LOGIT, torch.finfo(logits.dtype).min))
 
     def require_sampleable(self, ids: torch.Tensor) -> None:
-        """Raise unless all of some ids can be sampled.
+        """Check that no id is suppressed.
 
         Raises:
-            ValueError: one of them is ruled out.
+            ValueError: one of them is.
         """
         if self._ruled_out and bool((found := torch.isin(ids, self._at)).any()):
             raise ValueError(
@@ -149,8 +149,8 @@ class OutputLayer:
 
 
 def suppress_ids(model: PreTrainedModel, ids: Sequence[int]) -> None:
-    """Have a model neither sample nor score some ids: they leave the distribution, whose rest is normalised.
+    """Suppress ids of a model in sampling and scoring. The rest of the distribution is normalised.
 
-    A model has one distribution only: what samples, what is trained, and what either is compared with must agree on it.
+    The ids belong to the model, so that sampling, training and references all use the same distribution.
     """
     setattr(model, _RULED_OUT, tuple(ids))

@@ -1,7 +1,7 @@
 """score_tokens: log-probs and entropies of given tokens, differentiable, for training and for checks.
 
 Rows are packed (`packed_attention`): no padding goes through the linear layers, and common prefixes are computed once.
-The output layer sees only the positions whose next token is asked for.
+The output layer sees only the positions whose next token is scored.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from agentfly.policies.embedded.packed_attention import enable_packed_attention,
 from agentfly.policies.embedded.sampling import OutputLayer
 
 WHOLE_LOGITS = 2**26
-"""Up to this many logits are kept for the backward pass; beyond, they are made again, chunk by chunk."""
+"""Up to this many logits are kept for the backward pass. More are computed again in it, chunk by chunk."""
 
 CHUNK_LOGITS = 2**24
-"""Logits of one chunk."""
+"""Number of logits in one chunk."""
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a model says of N tokens.
+    """Scores of N tokens by a model.
 
     Attributes:
         logprobs: log-prob of each token given all tokens before it, float32 [N].
@@ -46,14 +46,14 @@ def score_tokens(
     temperature: float = 1.0,
     share_prefixes: bool = True,
 ) -> TokenScores:
-    """Log-probs and entropies of chosen tokens of some rows, with gradients where they are enabled.
+    """Compute log-probs and entropies of chosen tokens of rows, with gradients if they are enabled.
 
     Args:
         model: a causal language model.
         rows: token ids of each row.
         targets: for each row, the positions t >= 1, ascending, whose token is scored given the tokens before t.
         temperature: divides the logits, as it did in sampling.
-        share_prefixes: compute what rows have in common once. False gives the same numbers, slower.
+        share_prefixes: compute common prefixes of rows once. False gives the same numbers, but slower.
 
     Returns:
         Scores of all targets, in the order of the rows; N is the number of targets.
@@ -73,7 +73,7 @@ def hidden_states_before(
     *,
     share_prefixes: bool = True,
 ) -> torch.Tensor:
-    """Last hidden states at the positions right before chosen tokens: what the model knew when each was chosen.
+    """Compute the last hidden states at the positions right before chosen tokens.
 
     Args:
         model: a causal language model, or the decoder of one.
@@ -86,7 +86,7 @@ def hidden_states_before(
     scored = [index for index, positions in enumerate(targets) if len(positions)]
     if not scored:
         return torch.zeros(0, int(model.config.hidden_size), device=model.device, dtype=model.dtype)
-    # What stands at or after a row's last target is not needed to score it.
+    # Tokens from a row's last target on are not needed to score it.
     inputs = [rows[index][: targets[index][-1]] for index in scored]
     packed = pack_rows(inputs, share_prefixes=share_prefixes, device=model.device, dtype=model.dtype)
     sources = torch.cat(
@@ -122,7 +122,7 @@ def _check(rows: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], temp
 
 
 def _score_hidden(head: OutputLayer, hidden: torch.Tensor, wanted: torch.Tensor, temperature: float) -> TokenScores:
-    """Scores of ``wanted`` [N] from hidden states [N, hidden], without more than a bounded number of logits at once."""
+    """Score ``wanted`` [N] from hidden states [N, hidden], with a bounded number of logits at a time."""
 
     def score(states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = head(states).float()
@@ -145,7 +145,7 @@ def _score_hidden(head: OutputLayer, hidden: torch.Tensor, wanted: torch.Tensor,
 
 
 class _LogProbAndEntropy(torch.autograd.Function):
-    """Log-softmax at one token a row, and entropy, keeping only the logits for the backward pass.
+    """Log-softmax at one token per row, and entropy. Only the logits are kept for the backward pass.
 
     With p the softmax of the logits z, H its entropy and y the token: d log p_y / dz = onehot(y) - p and
     dH / dz = -p (log p + H).

@@ -1,4 +1,4 @@
-"""Server fleet: the servers of a policy as one. All serve the same weights, or none is used."""
+"""Server fleet: the vLLM servers of one policy. All serve the same weights, or none is used."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from agentfly.resources.model_server.token_server import LOAD_WEIGHTS, TokenSamp
 
 
 class StickyRouter:
-    """Sends all generations of a rollout to one server, where the keys and values of its earlier turns are.
+    """Sends all generations of a rollout to one server, whose cache holds the rollout's earlier turns.
 
-    A new rollout goes to the server with the fewest rollouts; among equals to the one with the highest hash of server
-    and rollout (rendezvous hashing), which is the same in every process and however the servers are listed. When a
-    server goes, only its own rollouts move.
+    A new rollout goes to the server with the fewest rollouts. Ties are broken by the highest hash of server and rollout
+    (rendezvous hashing), which does not depend on the process or the order of the servers. When a server is lost, only
+    its own rollouts move.
     """
 
     def __init__(self) -> None:
@@ -44,11 +44,11 @@ class StickyRouter:
         self._loads: Counter[str] = Counter()
 
     def route(self, rollout_id: str, servers: Collection[str]) -> str:
-        """The server of a rollout.
+        """Return the name of the server of a rollout.
 
         Args:
             rollout_id: the rollout.
-            servers: names of those that can be used, at least one.
+            servers: names of the usable servers, at least one.
         """
         at = self._places.get(rollout_id)
         if at is not None:
@@ -61,13 +61,13 @@ class StickyRouter:
         return chosen
 
     def release_rollout(self, rollout_id: str) -> None:
-        """The rollout has ended."""
+        """Remove a rollout that has ended."""
         if (at := self._places.pop(rollout_id, None)) is not None:
             self._loads[at] -= 1
 
     @property
     def loads(self) -> dict[str, int]:
-        """How many rollouts each server has."""
+        """Number of rollouts of each server."""
         return {server: load for server, load in self._loads.items() if load}
 
 
@@ -82,20 +82,20 @@ T = TypeVar("T")
 ADAPTER = "policy"
 """The name under which a policy's LoRA adapter is loaded."""
 
-_AS_STARTED = "default"  # the label of vLLM's weights that nobody has given one
+_AS_STARTED = "default"  # vLLM's own label of the weights that a server started with
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServedWeights:
-    """What the servers are to serve.
+    """The weights that the servers must serve.
 
     Attributes:
-        directory: safetensors files in the place of the model's own; None for its own.
+        directory: directory of safetensors files that replace the model's own; None for its own.
         adapter: directory of the LoRA adapter on top, if there is one.
-        version: what they are called in trajectories.
-        serial: the number of the attempt to put them into the servers, of which one may fail; the first ones have 0.
-        expected: log-probs of the probe by the reference; None where nothing has been proved yet.
+        version: their version in trajectories.
+        serial: number of the update attempt, which may fail; 0 for the first weights.
+        expected: log-probs of the probe by the reference; None if nothing was checked yet.
     """
 
     directory: Path | None = None
@@ -107,13 +107,13 @@ class ServedWeights:
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """An update that every server was proved to have made.
+    """An update of the weights that was checked on every server.
 
     Attributes:
         version: the version of the weights from now on.
         logprob_gap: mean absolute difference of the probe's log-probs, served and by the reference, in nats a token:
             the largest of all servers.
-        previous_logprob_gap: the same distance of what was served before the update.
+        previous_logprob_gap: the same difference for the weights that were served before the update.
         paused_s: seconds for which nothing could be sampled.
     """
 
@@ -129,12 +129,12 @@ class ServerFleet:
 
     Args:
         members: the servers.
-        proof: shows that a server serves what it was given.
-        running: what becomes of generations that an update finds: it waits for them, or they are kept and go on
-            with the new weights.
+        proof: checks that a server serves the weights that it was given.
+        running: what an update does with running generations: it waits for their end, or keeps them, so that they
+            continue with the new weights.
         load_method: the worker's method that loads weights.
-        drain_timeout_s: seconds that an update waits for generations to end.
-        server_wait_timeout_s: seconds that a generation waits for a server, or for the end of an update.
+        drain_timeout_s: maximum number of seconds that an update waits for running generations.
+        server_wait_timeout_s: maximum number of seconds that a generation waits for a server, or for an update.
     """
 
     members: Sequence[PolicyServer]
@@ -155,16 +155,16 @@ class ServerFleet:
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._reviving: dict[str, asyncio.Task[None]] = {}
-        self._why: dict[str, str] = {}  # servers cannot be used, or could not when they were tried last
+        self._why: dict[str, str] = {}  # why servers cannot be used, by their names
 
     # --- lifecycle --------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Connect to all servers. Errors are those of `PolicyServer.connect`."""
+        """Connect to all servers. Raises the errors of `PolicyServer.connect`."""
         await _all([self._admit_server(member) for member in self.members])
 
     async def close(self) -> None:
-        """Give all servers back."""
+        """Release all servers."""
         for task in self._reviving.values():
             task.cancel()
         await asyncio.gather(*self._reviving.values(), return_exceptions=True)
@@ -173,23 +173,23 @@ class ServerFleet:
     # --- using it ---------------------------------------------------------------------------------------------------
 
     async def server_for(self, rollout_id: str) -> PolicyServer:
-        """The server of a rollout, once there is one that can be used.
+        """Return the server of a rollout. Wait until one is usable.
 
         Raises:
             WeightUpdateError: the last update failed.
-            PolicyUnavailable: all servers are gone, or an update does not end, for ``server_wait_timeout_s``.
+            PolicyUnavailable: no server was usable, or an update did not end, within ``server_wait_timeout_s``.
         """
         await self._wait_until_usable()
         by_name = {member.name: member for member in self.members if member.usable}
         return by_name[self.routes.route(rollout_id, by_name.keys())]
 
     async def versions(self, sample: TokenSample) -> int | tuple[int, ...] | None:
-        """The version of the weights that a sample came from, one for each id if they differ; None if foreign.
+        """Return the version of a sample's weights, or one version per id if they differ; None if not the policy's.
 
-        A sample that new weights had a part in is good once they have been proved.
+        A sample made with new weights is accepted once these have been checked.
 
         Raises:
-            WeightUpdateError: they were not.
+            WeightUpdateError: the check of the weights failed.
         """
         prefix = f"{self._id}:"
         if not sample.weight_versions or not all(span.version.startswith(prefix) for span in sample.weight_versions):
@@ -198,13 +198,13 @@ class ServerFleet:
         if any(serial not in self._proved for serial, _ in spans):
             await self._wait_until_usable()
         if any(serial not in self._proved for serial, _ in spans):
-            raise WeightUpdateError("A sample was made with weights that were not proved, and is refused.")
+            raise WeightUpdateError("A sample was made with weights that failed their check, and is refused.")
         if len(spans) == 1:
             return self._proved[spans[0][0]]
         return tuple(self._proved[serial] for serial, length in spans for _ in range(length))
 
     def mark_unavailable(self, member: PolicyServer, why: str) -> None:
-        """A server does not answer, or does not hold the policy's weights: it is not used until both is mended."""
+        """Stop using a server that does not answer or has other weights, and try to recover it."""
         if member.usable:
             logger.warning("%s is left out: %s", member.name, why)
             member.usable = False
@@ -214,7 +214,12 @@ class ServerFleet:
             self._reviving[member.name] = task
 
     async def _wait_until_usable(self) -> None:
-        """Wait until no update is under way and there is a server to use, or none may be used."""
+        """Wait until no update is running and a server is usable.
+
+        Raises:
+            WeightUpdateError: the last update failed.
+            PolicyUnavailable: the wait took longer than ``server_wait_timeout_s``.
+        """
         if not self._is_settled():
             try:
                 async with asyncio.timeout(self.server_wait_timeout_s), self._changed:
@@ -236,12 +241,12 @@ class ServerFleet:
     # --- weights ----------------------------------------------------------------------------------------------------
 
     async def update(self, weights: ServedWeights, reference: TrainerLogprobs) -> WeightUpdate:
-        """Have all servers serve other weights, and prove that they do. Then the policy's version is theirs.
+        """Load other weights into all servers, and check that they serve them.
 
         Raises:
-            PolicyUnavailable: no server can be used, or generations did not end in time; the weights are the old ones.
-            WeightUpdateError: a server could not make it. Nothing is sampled until an update succeeds.
-            WeightMismatch: the same, found by the proof.
+            PolicyUnavailable: no server is usable, or generations did not end in time; the weights are unchanged.
+            WeightUpdateError: a server could not be updated. Nothing is sampled until an update succeeds.
+            WeightMismatch: a server does not serve the new weights, by the check. The consequence is the same.
         """
         async with self._lock:
             expected = await compute_logprobs(reference, self.proof.ids)
@@ -278,8 +283,8 @@ class ServerFleet:
             try:
                 await self._on_all(members, pause)
             except WeightUpdateError as error:
-                raise PolicyUnavailable(f"The weights are the old ones: {error}") from error
-            self._unusable = "An update of the weights was cut short. Update them again."
+                raise PolicyUnavailable(f"The weights are unchanged: {error}") from error
+            self._unusable = "An update of the weights was interrupted. Update them again."
             await self._on_all(members, lambda member: self._load_weights(member, weights))
             await self._on_all(members, lambda member: member.server.resume())
             return await self._on_all(members, prove)
@@ -305,17 +310,17 @@ class ServerFleet:
         return await member.server.sampled_logprobs(self.proof.ids, adapter=adapter)
 
     async def _on_all(self, members: Sequence[PolicyServer], do: Callable[[PolicyServer], Awaitable[T]]) -> list[T]:
-        """Do something with each server at once, and once more where no answer comes, since all of it can be repeated.
+        """Call ``do`` for all servers concurrently, and a second time if no answer comes. It must be repeatable.
 
         Raises:
-            WeightUpdateError: it failed with one; the message says with which.
+            WeightUpdateError: it failed for a server; the message names it.
         """
 
         async def named(member: PolicyServer) -> T:
             try:
                 try:
                     return await do(member)
-                except APIUnavailable:  # a connection that was idle may have been closed just then
+                except APIUnavailable:  # an idle connection may just have been closed
                     return await do(member)
             except ResourceError as error:
                 raise WeightUpdateError(f"{member.name} could not be updated: {error_message(error)}") from error
@@ -325,17 +330,17 @@ class ServerFleet:
     def _label(self, weights: ServedWeights) -> str:
         return f"{self._id}:{weights.serial}"
 
-    # --- servers that went away ---------------------------------------------------------------------------------------
+    # --- recovery of servers ------------------------------------------------------------------------------------------
 
     async def _reconnect(self, member: PolicyServer) -> None:
-        """Try until a server can be used again: it answers, and is proved to serve the policy's weights."""
+        """Try until a server is usable again: it answers, and serves the policy's weights by the check."""
         async with self._lock:
-            pass  # an update that lost it ends first: it may be paused
+            pass  # an update that has lost the server ends first, because the server may be paused
         wait_s, task = _FIRST_RETRY_S, asyncio.current_task()
         while not member.usable:
             try:
                 await self._admit_server(member)
-            except BaseException as error:  # nobody else would try again, whatever it is
+            except BaseException as error:  # whatever it is: nothing else would try again
                 if should_propagate(error, task) or task is None or task.cancelling():
                     raise
                 self._why[member.name] = (
@@ -349,24 +354,24 @@ class ServerFleet:
         await self._tell()
 
     async def _admit_server(self, member: PolicyServer) -> None:
-        """Have a server, give it the policy's weights unless it holds them, and use it."""
+        """Connect to a server, load the policy's weights unless it has them, and mark it as usable."""
         await member.connect()
         async with self._lock:
             weights, label = self.weights, await member.server.weight_version()
             if label != self._label(weights):
                 if weights.directory is None and label != _AS_STARTED:
-                    await self._give_its_own(member)
+                    await self._restore_own_weights(member)
                 await self._load_weights(member, weights)
                 if weights.expected is not None:
                     self.proof.check(member.name, await self._score(member, weights), weights.expected)
             member.usable = True
 
-    async def _give_its_own(self, member: PolicyServer) -> None:
-        """Have a server that another policy has used go back to the weights that it started with."""
+    async def _restore_own_weights(self, member: PolicyServer) -> None:
+        """Load the original weights of a server that another policy has used."""
         if self.load_method != LOAD_WEIGHTS:
             raise PrerequisiteError(
-                f"{member.name} serves weights that another policy put there, and only {LOAD_WEIGHTS} is sure to bring "
-                "back its own. Start the server again."
+                f"{member.name} serves weights of another policy, and only {LOAD_WEIGHTS} restores its own reliably. "
+                "Restart the server."
             )
         await member.server.load_weights(None)
 
@@ -376,7 +381,7 @@ class ServerFleet:
 
 
 async def _all(calls: Sequence[Awaitable[T]]) -> list[T]:
-    """The results of calls made at once; the first error, once all have ended."""
+    """Return the results of concurrent calls, or raise the first error once all have ended."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     failed = [result for result in results if isinstance(result, BaseException)]
     if failed:

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from agentfly.policies.hf_tokenizer import HFTokenizer
 
 MAX_SUPPRESSED_IDS = 1024
-"""The most ids that vLLM bars in a request. What it samples of others that no token has is refused by the record."""
+"""Maximum number of ids that vLLM can suppress. If it samples another id without a token, the rollout fails."""
 
 
 class VLLMPolicy:

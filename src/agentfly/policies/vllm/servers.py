@@ -1,4 +1,4 @@
-"""Servers of a policy: how each is obtained and recovered, and which settings go together."""
+"""Servers of a policy: how each is obtained and recovered, and checks of the policy's settings."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _RAW_LOGPROBS = (
     "--logprobs-mode processed_logprobs"
 )
 
-_MOST_ALIKE = 8
+_MAX_EQUAL = 8
 
 
 class PolicyServer(ABC):
     """One server of a policy.
 
     Attributes:
-        name: what messages call it.
-        usable: whether it can be used: it answers, and holds the policy's weights.
-        context_length: the most tokens that it holds; known once it is connected.
+        name: its name in messages.
+        usable: whether it answers and serves the policy's weights.
+        context_length: its context length in tokens; known once it is connected.
     """
 
     def __init__(self, name: str) -> None:
@@ -47,7 +47,7 @@ class PolicyServer(ABC):
 
     @property
     def server(self) -> TokenServer:
-        """What is asked.
+        """The connected token server.
 
         Raises:
             PolicyError: it is not connected.
@@ -57,16 +57,16 @@ class PolicyServer(ABC):
         return self._server
 
     async def connect(self) -> None:
-        """Have the server, anew if it is gone, and see that it can do what is asked of it.
+        """Obtain the server, again if it is gone, and check that it has all required features.
 
         Raises:
-            PrerequisiteError: it lacks something that vLLM has; the message says what to start it with.
-            ConfigError: its log-probs are not those that it samples from.
-            ResourceError: it cannot be had, or does not answer.
+            PrerequisiteError: a feature of vLLM is missing; the message says how to start the server.
+            ConfigError: its log-probs are not of the distribution that it samples from.
+            ResourceError: it cannot be obtained, or does not answer.
         """
         if self._server is None or not await self._server.is_well():
             self._server = None
-            self._server = await self._have()
+            self._server = await self._obtain()
         server = self._server
         self.context_length = (await server.served_model()).context_length
         try:
@@ -74,31 +74,31 @@ class PolicyServer(ABC):
         except APIRefused as error:
             raise PrerequisiteError(f"{self.name} {_NO_CONTROL} ({error}).") from error
         try:
-            # Cut to the most likely token, whatever is sampled has all probability, unless the cut is left out of it.
+            # With top_k=1 the sampled token has probability 1, unless the log-prob leaves out the cut.
             sample = await server.sample([1, 2, 3], max_tokens=8, top_k=1)
         except (APIRefused, APIMalformed) as error:
             raise PrerequisiteError(f"{self.name} {_NO_TOKEN_IDS} ({error}).") from error
-        if not all(map(_is_of_the_likeliest, sample.logprobs)):
+        if not all(map(_is_after_cut, sample.logprobs)):
             raise ConfigError(f"{self.name} {_RAW_LOGPROBS}.")
 
     @abstractmethod
-    async def _have(self) -> TokenServer: ...
+    async def _obtain(self) -> TokenServer: ...
 
     @abstractmethod
     async def close(self) -> None:
-        """Give the server back."""
+        """Release the server."""
 
 
-def _is_of_the_likeliest(logprob: float) -> bool:
-    """Whether a log-prob is 0, or that of one of a few tokens alike, all of which a cut to the likeliest keeps.
+def _is_after_cut(logprob: float) -> bool:
+    """Return whether a log-prob is that of the only token left, or of one of a few equally likely ones.
 
-    In half precision the two or three likeliest logits are often the same number.
+    In half precision the two or three largest logits are often equal. A cut to the most likely token keeps them all.
     """
-    return any(abs(logprob + math.log(alike)) < 1e-3 for alike in range(1, _MOST_ALIKE + 1))
+    return any(abs(logprob + math.log(equal)) < 1e-3 for equal in range(1, _MAX_EQUAL + 1))
 
 
 class LeasedPolicyServer(PolicyServer):
-    """A server that an engine starts, for this policy alone: whoever shared it would get the policy's weights."""
+    """A server that an engine starts for this policy alone, because the policy updates its weights."""
 
     def __init__(self, name: str, spec: ModelServerSpec, engine: ResourceEngine) -> None:
         super().__init__(name)
@@ -106,20 +106,20 @@ class LeasedPolicyServer(PolicyServer):
         self._engine = engine
         self._lease: Lease[ModelServer] | None = None
 
-    async def _have(self) -> TokenServer:
+    async def _obtain(self) -> TokenServer:
         await self.close()
         self._lease = await self._engine.acquire(self._spec, owner=self.name)
         return self._lease.resource
 
     async def close(self) -> None:
-        """Give the server back to the engine, where it waits for whoever asks next, with its own weights."""
+        """Release the server to the engine, which resets it to its own weights for the next owner."""
         self._server, lease, self._lease = None, self._lease, None
         if lease is not None:
             await self._engine.release(lease)
 
 
 class RemotePolicyServer(PolicyServer):
-    """A server that is there already, at an address."""
+    """A running server, given by its address."""
 
     def __init__(self, url: str, api_key_env: str | None, call_timeout_s: float) -> None:
         super().__init__(f"The server at {url}")
@@ -128,7 +128,7 @@ class RemotePolicyServer(PolicyServer):
         self._call_timeout_s = call_timeout_s
         self._client: RemoteTokenServer | None = None
 
-    async def _have(self) -> TokenServer:
+    async def _obtain(self) -> TokenServer:
         if self._client is None:
             credentials = Credentials.from_environment(self._api_key_env)
             client = ModelClient(self._url, credentials=credentials, read_timeout_s=self._call_timeout_s)
@@ -150,10 +150,10 @@ def check_settings(
     in_flight: str,
     raw_logprobs: bool,
 ) -> None:
-    """See that the settings of a `VLLMPolicy` go together.
+    """Check the settings of a `VLLMPolicy`.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: a setting is invalid, or settings contradict each other.
     """
     if isinstance(spec, str | Path):
         name = str(spec)
@@ -168,9 +168,7 @@ def check_settings(
     if isinstance(urls, str) or not isinstance(urls, Sequence):
         raise ConfigError(f"VLLMPolicy(urls={urls!r:.100}): write a list of addresses: ['http://host:8000/v1'].")
     if (spec is None) == (not urls):
-        raise ConfigError(
-            "VLLMPolicy needs a ModelServerSpec of servers to start, or urls of running ones: one of both."
-        )
+        raise ConfigError("VLLMPolicy needs either a ModelServerSpec of servers to start, or urls of running servers.")
     if urls and (model is None or servers != 1):
         raise ConfigError("VLLMPolicy(urls=…) needs model=…, for the tokenizer, and no number of servers.")
     if len(set(urls)) < len(urls):
@@ -178,8 +176,8 @@ def check_settings(
     require_whole("VLLMPolicy", servers=servers)
     if spec is not None and spec.data_parallel > 1:
         raise ConfigError(
-            "VLLMPolicy shares rollouts out among servers itself, so that each stays with its cache, and proves every "
-            "one of them: leave out data_parallel, and give servers=… instead."
+            "VLLMPolicy distributes rollouts over servers itself, so that each stays with its cache, and checks every "
+            "server: leave out data_parallel, and give servers=… instead."
         )
     if in_flight not in ("wait", "keep"):
         raise ConfigError(f"VLLMPolicy(in_flight={in_flight!r}): write 'wait' or 'keep'.")
@@ -188,6 +186,6 @@ def check_settings(
 
 
 def resolve_spec(spec: ModelServerSpec, model: Path, servers: int) -> ModelServerSpec:
-    """A spec with room for so many servers, whose model is the directory that the tokenizer is from."""
+    """Return the spec with capacity for all servers, and with the directory of the tokenizer as its model."""
     name = spec.served_model_name or spec.model
     return replace(spec, model=str(model), served_model_name=name, capacity=max(spec.capacity, servers))

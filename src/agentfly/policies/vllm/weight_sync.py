@@ -36,12 +36,12 @@ _CONFIGURATIONS = ("config.json", "generation_config.json")
 
 
 class WeightTransferDirectory:
-    """Writes weights where servers can read them, and keeps what servers that start again may need.
+    """Writes weights for servers, and keeps those that restarted servers may need.
 
     Args:
-        model: the model's directory; what says how it is built is put beside the weights.
-        directory: where; servers on other machines must see it under the same path. By default the machine's
-            directory for temporary files.
+        model: the model's directory, whose configuration files are copied beside the weights.
+        directory: the directory to write in. Servers on other machines must see it under the same path. By default the
+            machine's directory for temporary files.
     """
 
     def __init__(self, model: Path, directory: Path | None = None) -> None:
@@ -52,7 +52,7 @@ class WeightTransferDirectory:
         self._numbers = count(1)
 
     def write_weights(self, source: WeightSource) -> Path:
-        """The directory of some weights, written if they are not in one. It takes as long as the disk does.
+        """Return the directory of weights, and write them there first if they are not in one. It blocks on the disk.
 
         Raises:
             ConfigError: the directory has no safetensors files.
@@ -73,10 +73,10 @@ class WeightTransferDirectory:
         return path
 
     def write_adapter(self, source: AdapterSource) -> Path:
-        """The directory of an adapter, written if it is not in one.
+        """Return the directory of an adapter, and write it there first if it is not in one.
 
         Raises:
-            ConfigError: the directory holds none.
+            ConfigError: the directory holds no adapter.
         """
         if isinstance(source, str | Path):
             path = Path(source).expanduser().resolve()
@@ -88,18 +88,18 @@ class WeightTransferDirectory:
         return path
 
     def keep_only(self, *paths: Path | None) -> None:
-        """Remove what was written here, but for some directories."""
+        """Remove everything that was written, except the given directories."""
         if self._home is not None:
             for old in self._home.iterdir():
                 if old not in paths:
                     remove_tree(old)
 
     def close(self) -> None:
-        """Remove everything that was written here."""
+        """Remove everything that was written."""
         if self._home is not None and self._record is not None:
             try:
                 remove_tree(self._home)
-            except OSError as error:  # it stays written down, for a later process
+            except OSError as error:  # it stays in the cleanup record for a later process
                 logger.warning("Weights for servers are left in %s: %s", self._home, error)
             else:
                 self._record.close()
@@ -129,27 +129,27 @@ PROBE = (
     "The little girl walked to the house of her grandmother, who lived on the other side of the forest. On the way she "
     "met a wolf. He asked her where she was going, and she told him that her grandmother was ill."
 )
-"""The text that is scored on both sides: plain words, because rounding shows most where a model is at a loss."""
+"""The text that trainer and servers score: plain words, because unlikely texts show rounding errors most."""
 
 PROBE_TOKENS = 32
-"""At most so many tokens of it."""
+"""Maximum number of its tokens that are scored."""
 
 TOLERANCES = {"float32": 0.002}
-"""Mean distance in nats a token that is taken for rounding, by the type that the server computes in."""
+"""Mean difference in nats per token that counts as rounding, by the type that the server computes in."""
 
 LOW_PRECISION = 0.06
-"""The same for every other type; served in bfloat16, a model of 135 million weights is 0.04 from float32."""
+"""The same for all other types. In bfloat16, a model of 135 million parameters differs from float32 by 0.04."""
 
-_MOVED = 1e-4  # nats: a reference that changed by more than this should change what is served
+_MOVED = 1e-4  # nats: if the reference changed by more than this, the served log-probs must change, too
 
 
 @dataclass(frozen=True, slots=True)
 class WeightCheck:
-    """Compares what is served with a reference, on one probe.
+    """Compares the served log-probs of one probe with a reference.
 
     Attributes:
         ids: token ids of the probe.
-        max_logprob_gap: mean distance in nats a token that is taken for rounding.
+        max_logprob_gap: mean difference in nats per token that counts as rounding.
     """
 
     ids: tuple[int, ...]

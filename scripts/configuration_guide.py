@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from agentfly.cli.config_fields import field_groups
+from agentfly.cli.config_file import RunConfig
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "configuration.md"
 _TABLE = re.compile(r"<!-- fields: (\w+) -->\n(?:\|.*\n)*")
@@ -23,7 +24,7 @@ def written(guide: str) -> str:
     Raises:
         ValueError: a group of fields has no table, or a table no group.
     """
-    tables = {group.title: group.markdown() for group in field_groups()}
+    tables = {group.title: group.markdown() for group in field_groups(RunConfig)}
     found = _TABLE.findall(guide)
     if sorted(found) != sorted(tables):
         raise ValueError(f"{GUIDE.name} has tables of {sorted(found)}, and there are groups {sorted(tables)}.")

@@ -10,10 +10,11 @@ import pytest
 import yaml
 
 from agentfly.cli.config_fields import field_groups, find_field, nearest_field
+from agentfly.cli.config_file import RunConfig
 from agentfly.training.config.train_config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
-FIELDS = {field.key: field for group in field_groups() for field in group.fields}
+FIELDS = {field.key: field for group in field_groups(RunConfig) for field in group.fields}
 
 
 def test_every_training_setting_is_listed_however_deep_it_lies():
@@ -61,7 +62,7 @@ def test_the_guides_tables_are_those_of_the_fields():
     ],
 )
 def test_a_field_is_known_by_the_end_of_its_key(name, meant):
-    assert find_field(name) == meant
+    assert find_field(name, RunConfig) == meant
 
 
 @pytest.mark.parametrize(
@@ -83,13 +84,15 @@ def test_a_field_is_known_by_the_end_of_its_key(name, meant):
     ],
 )
 def test_the_nearest_field_is_the_one_that_was_likely_meant(name, meant):
-    assert nearest_field(name) == meant
+    assert nearest_field(name, RunConfig) == meant
 
 
 def test_all_fields_a_group_or_one_field_are_shown(agentfly):
     code, out = agentfly("config", "--json")
     assert code == 0
-    assert [field["key"] for field in json.loads(out)] == [f.key for group in field_groups() for f in group.fields]
+    assert [field["key"] for field in json.loads(out)] == [
+        f.key for group in field_groups(RunConfig) for f in group.fields
+    ]
     _, out = agentfly("config", "kl", "--json")
     assert {field["key"].rpartition(".")[0] for field in json.loads(out)} == {"training.kl"}
     _, out = agentfly("config", "learning_rate")

@@ -55,8 +55,9 @@ def _matching_groups(word: str) -> list[ConfigFieldGroup]:
     from dataclasses import replace
 
     from agentfly.cli.config_fields import field_groups, nearest_field
+    from agentfly.cli.config_file import RunConfig
 
-    groups = field_groups()
+    groups = field_groups(RunConfig)
     if not word:
         return list(groups)
     keys = {group.key for group in groups if group.key == word or group.key.endswith(f".{word}")}
@@ -69,7 +70,7 @@ def _matching_groups(word: str) -> list[ConfigFieldGroup]:
         if (fields := tuple(one for one in group.fields if word in (one.key, one.name)))
     ]
     if not named:
-        near = nearest_field(word)
+        near = nearest_field(word, RunConfig)
         cure = f"Did you mean {near!r}?" if near else "agentfly config lists all fields."
         raise ConfigError(f"There is no field, and no configuration file, {word!r}. {cure}")
     return named

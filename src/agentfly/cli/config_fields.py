@@ -1,20 +1,19 @@
-"""The fields of a configuration: listed from the classes that hold them, found by name, and set as ``key=value``."""
+"""The fields of a configuration, listed from the classes that hold them and found by name."""
 
 from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from typer.core import TyperCommand
 
-from agentfly.cli.config_file import GROUPS, RunConfig
-from agentfly.core.errors import ConfigError, nearest_name
+from agentfly.core.errors import nearest_name
+from agentfly.training.config.base import BaseConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +64,23 @@ class ConfigFieldGroup:
 
 
 @cache
-def field_groups() -> tuple[ConfigFieldGroup, ...]:
-    """Return all fields of a configuration in groups, outer groups first."""
-    return tuple(_groups(RunConfig, ""))
+def field_groups(model: type[BaseModel]) -> tuple[ConfigFieldGroup, ...]:
+    """Return all fields of a configuration class in groups, outer groups first."""
+    return tuple(_groups(model, ""))
 
 
-def find_field(name: str) -> str | None:
+def find_field(name: str, model: type[BaseModel]) -> str | None:
     """Return the full key of the field with this name or synonym; None if there is none.
 
     ``steps`` names ``training.steps``, and ``lr`` is a synonym of ``training.learning_rate``.
     """
-    return next((meant for key, meant in _spellings().items() if key == name or key.endswith(f".{name}")), None)
+    return next((meant for key, meant in _spellings(model).items() if key == name or key.endswith(f".{name}")), None)
 
 
-def nearest_field(name: str) -> str | None:
+def nearest_field(name: str, model: type[BaseModel]) -> str | None:
     """Return the full key of the field that an unknown key likely meant; None if none is near."""
     group, _, last = name.rpartition(".")
-    spellings = _spellings()
+    spellings = _spellings(model)
     alike = [key for key in spellings if key.rpartition(".")[2] == last]
     if alike:  # in another group
         return spellings[difflib.get_close_matches(name, alike, n=1, cutoff=0.0)[0] if group else alike[0]]
@@ -100,12 +99,14 @@ def nearest_field(name: str) -> str | None:
 
 
 @cache
-def _spellings() -> dict[str, str]:
+def _spellings(model: type[BaseModel]) -> dict[str, str]:
     """Return the full keys of all fields by themselves and by the synonyms of other frameworks."""
-    keys = {field.key: field.key for group in field_groups() for field in group.fields}
+    keys = {field.key: field.key for group in field_groups(model) for field in group.fields}
     return keys | {
         f"{group}.{name}": f"{group}.{meant}"
-        for group, settings in GROUPS.items()
+        for group, info in model.model_fields.items()
+        for settings in _flat(info.annotation)
+        if isinstance(settings, type) and issubclass(settings, BaseConfig)
         for name, meant in settings.SYNONYMS.items()
     }
 
@@ -173,31 +174,3 @@ def _flat(annotation: Any) -> Iterator[Any]:
         yield annotation
     for one in arguments if get_origin(annotation) is not Literal else ():
         yield from _flat(one)
-
-
-class ConfiguredCommand(TyperCommand):
-    """A command that explains how to set a field that was written as an option, as in ``--steps 3``."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments.
-
-        Raises:
-            ConfigError: an unknown option has the name of a field.
-        """
-        known = {"--help"}.union(*(parameter.opts for parameter in self.params))
-        for index, word in enumerate(args):
-            option, _, value = word.partition("=")
-            if option.startswith("--") and option not in known:
-                _reject_option(option, value or _value_after(args, index))
-        return super().parse_args(ctx, args)
-
-
-def _reject_option(option: str, value: str) -> None:
-    field = find_field(option.removeprefix("--").replace("-", "_"))
-    if field is not None:
-        raise ConfigError(f"There is no option {option}: fields are written without dashes. Write {field}={value}.")
-
-
-def _value_after(args: Sequence[str], index: int) -> str:
-    following = args[index + 1] if index + 1 < len(args) else "-"
-    return "…" if following.startswith("-") else following

@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from agentfly.cli.config_fields import nearest_field
 from agentfly.core.errors import ConfigError, nearest_name
 from agentfly.core.files import replace_text
 from agentfly.core.json_values import brief
@@ -371,12 +372,10 @@ def _without_other_names(values: dict[str, Any], change: Mapping[str, Any]) -> d
 
 
 def _error_messages(error: ValidationError) -> Iterator[str]:
-    from agentfly.cli.config_fields import nearest_field  # imports this module
-
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("("))
         if problem["type"] == "extra_forbidden":
-            near = nearest_field(where)
+            near = nearest_field(where, RunConfig)
             hint = f"Did you mean {near!r}?" if near else f"The keys are {', '.join(RunConfig.model_fields)}."
             hint = SETTING_HINTS.get(where.rpartition(".")[2], hint)
             yield f"  There is no key {where!r}. {hint}"

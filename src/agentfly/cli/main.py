@@ -6,11 +6,14 @@ A command's module imports what it needs only when the command runs, so that ``a
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from agentfly import __version__
 from agentfly.cli import (
@@ -30,11 +33,42 @@ from agentfly.cli import (
     tokens,
     train,
 )
-from agentfly.cli.config_fields import ConfiguredCommand
 from agentfly.core import signals
-from agentfly.core.errors import AgentFlyError, PrerequisiteError, UsageError
+from agentfly.core.errors import AgentFlyError, ConfigError, PrerequisiteError, UsageError
 from agentfly.core.installation import install_command
 from agentfly.policies.load import limit_openmp_spinning
+
+
+class ConfiguredCommand(TyperCommand):
+    """A command that explains how to set a field that was written as an option, as in ``--steps 3``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments.
+
+        Raises:
+            ConfigError: an unknown option has the name of a field.
+        """
+        known = {"--help"}.union(*(parameter.opts for parameter in self.params))
+        for index, word in enumerate(args):
+            option, _, value = word.partition("=")
+            if option.startswith("--") and option not in known:
+                _reject_option(option, value or _value_after(args, index))
+        return super().parse_args(ctx, args)
+
+
+def _reject_option(option: str, value: str) -> None:
+    from agentfly.cli.config_fields import find_field
+    from agentfly.cli.config_file import RunConfig
+
+    field = find_field(option.removeprefix("--").replace("-", "_"), RunConfig)
+    if field is not None:
+        raise ConfigError(f"There is no option {option}: fields are written without dashes. Write {field}={value}.")
+
+
+def _value_after(args: Sequence[str], index: int) -> str:
+    following = args[index + 1] if index + 1 < len(args) else "-"
+    return "…" if following.startswith("-") else following
+
 
 app = typer.Typer(
     name="agentfly",
@@ -62,6 +96,23 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(resources.app, name="resources")
 
 
+def _help_text(docstring: str) -> str:
+    """Return a docstring with one line per paragraph, since the line breaks of the source do not fit a terminal.
+
+    A paragraph that starts with a backspace keeps its lines, as is usual in click.
+    """
+    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    return "\n\n".join(one if one.startswith("\b") else " ".join(one.split()) for one in paragraphs)
+
+
+for _command in [
+    *app.registered_commands,
+    *(command for group in app.registered_groups for command in (group.typer_instance or app).registered_commands),
+]:
+    if _command.callback is not None and _command.callback.__doc__:
+        _command.help = _help_text(_command.callback.__doc__)
+
+
 _TRAINING_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 
 
@@ -74,7 +125,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Train language-model agents with reinforcement learning."""

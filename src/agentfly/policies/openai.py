@@ -33,7 +33,7 @@ _TOO_LONG = re.compile(
     r"input token count|max_model_len|must have less than \d+ tokens|max_new_tokens` must be",
     re.IGNORECASE,
 )
-"""How endpoints say that a conversation is too long: OpenAI, vLLM, SGLang, llama.cpp, TGI, Gemini, Mistral."""
+"""Error texts for conversations that are too long: OpenAI, vLLM, SGLang, llama.cpp, TGI, Gemini, Mistral."""
 
 _CUT = frozenset({"length", "max_tokens", "model_length", "content_filter"})
 _BROKEN_OFF = frozenset({"abort", "error", "insufficient_system_resource"})
@@ -42,27 +42,27 @@ _LEAST, _ROUNDING = 1e9, 1e-3
 """No log-prob is below minus the first, nor above the second, by which rounding may lift one above 0."""
 
 _SETTINGS = {"call_timeout_s": 1800.0, "read_timeout_s": 600.0, "max_concurrency": 256}
-"""What fits a policy, where a judge's calls are shorter and fewer."""
+"""Defaults of a policy. The defaults of `ModelAPISpec` are for a judge, whose calls are shorter and fewer."""
 
 
 class OpenAIPolicy:
-    """Messages in, a message out, by any OpenAI-compatible endpoint: vLLM, llama.cpp, TGI, a provider's API.
+    """A chat policy for any OpenAI-compatible endpoint: vLLM, llama.cpp, TGI, a provider's API.
 
-    ``OpenAIPolicy("http://localhost:8000/v1")``, or over a spec: ``OpenAIPolicy(ModelAPISpec(…))``. Limits, further
-    tries and credentials are those of the spec. Its trajectories can be trained on only where the endpoint tells the
-    exact token ids and their log-probs, as vLLM does, and samples without distortion (temperature 1, no cuts):
-    otherwise nobody knows under which distribution the server's log-probs are.
+    ``OpenAIPolicy("http://localhost:8000/v1")``, or with a spec: ``OpenAIPolicy(ModelAPISpec(…))``. Limits, retries and
+    credentials are those of the spec. Its trajectories can be trained on only if the endpoint reports the exact token
+    ids and log-probs, as vLLM does, and samples at temperature 1 without cuts. Otherwise it is not known which
+    distribution the server's log-probs belong to.
 
     Args:
-        base_url: the base of the endpoint, or a spec that says everything about it.
-        model: the model's name there; None for the only one that the endpoint serves.
-        token_ids: whether to ask for token ids, which some endpoints refuse; None to ask a server that says it is vLLM.
-        omit: parameters that the endpoint refuses and that are left out, such as ``temperature``.
-        send_reasoning: whether the thoughts of earlier turns are sent back, as some models want it.
+        base_url: the base URL of the endpoint, or a complete spec.
+        model: the model's name at the endpoint; None for the only one that it serves.
+        token_ids: whether to request token ids, which some endpoints refuse; None requests them from vLLM only.
+        omit: parameters to leave out because the endpoint refuses them, such as ``temperature``.
+        send_reasoning: whether the reasoning of earlier turns is sent back, as some models require.
         settings: further fields of `ModelAPISpec`, such as ``api_key_env``.
 
     Raises:
-        ConfigError: there is no endpoint, or a setting is unknown or cannot be.
+        ConfigError: no endpoint is given, or a setting is unknown or invalid.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class OpenAIPolicy:
 
     @property
     def max_concurrent_generations(self) -> int | None:
-        """How many calls may be open at a time, as the spec says."""
+        """Maximum number of concurrent calls, from the spec."""
         return self._spec.max_concurrency
 
     @property
@@ -128,16 +128,16 @@ class OpenAIPolicy:
         *,
         rollout_id: str,
     ) -> ChatGeneration:
-        """Have the model answer a conversation. Cancelling the call closes its connection.
+        """Generate the answer to a conversation. Cancelling the call closes its connection.
 
-        A call whose arguments are no JSON object has an error for the model in their place; of a turn that a limit
-        cut, no call is returned.
+        A tool call whose arguments are not a JSON object has an error for the model instead. A turn that a limit cut
+        has no tool calls.
 
         Raises:
-            PromptTooLong: the endpoint says that the conversation leaves no room for an answer.
-            ModelAPIError: the call failed, and so did further tries; see `ModelAPI.chat`.
-            PolicyError: the far side broke the generation off.
-            TokenInvariantError: the ids are not all that were sampled.
+            PromptTooLong: the endpoint reports that the conversation leaves no room for an answer.
+            ModelAPIError: the call and its retries failed; see `ModelAPI.chat`.
+            PolicyError: the endpoint aborted the generation.
+            TokenInvariantError: the reported ids are not all sampled ids.
         """
         wire = list(_wire_messages(messages, send_reasoning=self._send_reasoning))
         parameters = self._parameters(tools, sampling)
@@ -152,12 +152,12 @@ class OpenAIPolicy:
         return self._read(completion, sampling)
 
     async def __aenter__(self) -> Self:
-        """Begin, and find out what is not said of the endpoint.
+        """Open the policy, and ask the endpoint for settings that are not given.
 
         Raises:
             PrerequisiteError: an environment variable with a credential is missing.
             ConfigError: the endpoint serves several models, and none is named.
-            ModelAPIError: it cannot be asked for its models.
+            ModelAPIError: the list of its models could not be read.
         """
         if self._find_model or self._token_ids is None:
             await self._discover_endpoint()
@@ -174,7 +174,7 @@ class OpenAIPolicy:
             await api.release()
 
     async def _discover_endpoint(self) -> None:
-        """Ask the endpoint for its models: which there are, and whether it is vLLM that serves them."""
+        """Ask the endpoint which models it serves, and whether it is vLLM."""
         spec = self._spec
         credentials = Credentials.from_environment(spec.api_key_env, dict(spec.headers_env).items())
         async with ModelClient(spec.base_url, credentials=credentials) as client:
@@ -256,9 +256,9 @@ class OpenAIPolicy:
 
 
 def _wire_messages(messages: Sequence[Message], *, send_reasoning: bool) -> Iterator[dict[str, Any]]:
-    """Messages as OpenAI's API takes them.
+    """Yield messages in the format of OpenAI's API.
 
-    A tool message can only hold text there, so the images of tool results follow in a message of the user.
+    Tool messages can only contain text there, so images of tool results follow in a user message.
     """
     for message in move_tool_images_to_user_messages(messages):
         wire: dict[str, Any] = {name: value for name, value in message.items() if name != "reasoning_content"}
@@ -289,7 +289,7 @@ def _tool_call(call: FunctionCall) -> ToolCall:
 
 
 def _arguments(text: str) -> tuple[dict[str, Any] | None, str | None]:
-    """The arguments of a call, or what the model is to be told of them."""
+    """Return the arguments of a call, or the error for the model."""
     try:
         value = json.loads(text.strip() or "{}", parse_constant=_refuse_constant)
         wrong = None if isinstance(value, dict) else f"they are {type_of(value)}"
@@ -309,10 +309,10 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _tokens(completion: ChatCompletion, choice: Json) -> tuple[list[int] | None, list[int] | None, list[float] | None]:
-    """The ids of the prompt, those that were sampled and their log-probs, where the far side tells them.
+    """Return the ids of the prompt, the sampled ids and their log-probs, if the endpoint reports them.
 
     Raises:
-        TokenInvariantError: by the far side's own count more was sampled than it tells.
+        TokenInvariantError: by its own count, the endpoint sampled more ids than it reports.
     """
     prompt_ids, ids = completion.raw.get("prompt_token_ids"), choice.get("token_ids")
     if not _are_ids(prompt_ids) or not _are_ids(ids):

@@ -29,7 +29,7 @@ _PREFIX = "base_model.model."
 
 
 def base_of(path: Path) -> Path | None:
-    """The directory of the model that the adapters in ``path`` belong to; None if it holds a whole model.
+    """Return the directory of the model that the adapters in ``path`` belong to; None if it holds a whole model.
 
     Raises:
         PrerequisiteError: that model is not where it was.
@@ -47,7 +47,7 @@ def base_of(path: Path) -> Path | None:
 
 
 def merge_adapters(model: PreTrainedModel, path: Path) -> PreTrainedModel:
-    """The model with the adapters in ``path`` merged into its weights: a plain model again, named after ``path``.
+    """Merge the adapters in ``path`` into a model's weights. Return it as a plain model, named after ``path``.
 
     Args:
         model: the model in `base_of` that directory, which is changed.
@@ -78,7 +78,7 @@ def save_adapters(model: PreTrainedModel, path: Path) -> None:
 
 
 def write_adapters(model: PreTrainedModel, folder: Path) -> None:
-    """Write a model's adapters as peft does, for whatever loads adapters of peft."""
+    """Write a model's adapters in peft's format."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
@@ -108,14 +108,14 @@ def load_adapters(model: PreTrainedModel, path: Path) -> None:
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
-    """Whether adapters have been put into the model."""
+    """Return whether the model has adapters."""
     return bool(getattr(model, "peft_config", None))
 
 
 def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights by the names they have without adapters, with what these add unless they are disabled.
+    """Yield the weights by their names without adapters, with the adapters merged unless they are disabled.
 
-    One changed layer is made at a time.
+    Only one changed layer is in memory at a time.
     """
     if not has_adapters(model):
         yield from model.state_dict().items()
@@ -173,12 +173,12 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def dtype_of(model: PreTrainedModel) -> str:
-    """The number format that a model computes in, by its name in the settings."""
+    """Return the number format that a model computes in, by its name in the settings."""
     return str(model.dtype).removeprefix("torch.")
 
 
 def load_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model in a directory, ready to run packed. Adapters are merged into their base.
+    """Load the causal language model in a directory, ready for packed attention. Adapters are merged into their base.
 
     Raises:
         PrerequisiteError: the directory holds no such model.
@@ -208,7 +208,7 @@ def _weights_of(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 def quiet_transformers() -> Iterator[None]:
     """Keep transformers' progress bars from the terminal, and let one thread at a time load or save a model.
 
-    While it loads, transformers changes what makes weights in the whole process: two at once spoil each other.
+    While it loads a model, transformers changes global state of the process, so concurrent loads would conflict.
     """
     with _ALONE:
         shown = logging.is_progress_bar_enabled()
@@ -221,7 +221,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _refuse_unsupported(path: Path, config: Any) -> None:
-    """Refuse what a short proof would not show: layers that see a window of the text only."""
+    """Refuse layers with a sliding window, which the check on a few tokens would not reveal."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise ConfigError(
@@ -251,11 +251,11 @@ def _check_packed_forward(model: PreTrainedModel, path: Path) -> None:
 
 
 SMALL_MODEL = 5_000_000
-"""Below this many parameters one thread is fastest: handing work out costs more than it saves."""
+"""Below this many parameters one thread is fastest: distributing the work costs more than it saves."""
 
 
 def choose_threads(parameters: int) -> int:
-    """The number of threads for a model of so many parameters.
+    """Return the number of threads for a model with this many parameters.
 
     ``OMP_NUM_THREADS`` is respected if it is set. Otherwise it is the number of cores this process may use: of those
     its affinity allows, at most what the control group's CPU quota amounts to, hyper-threads counted once.
@@ -271,7 +271,7 @@ def choose_threads(parameters: int) -> int:
 
 
 def _core(cpu: int) -> str:
-    """What all hyper-threads of a core have in common."""
+    """Return a key that is equal for all hyper-threads of a core."""
     siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
     try:
         return siblings.read_text()
@@ -280,7 +280,7 @@ def _core(cpu: int) -> str:
 
 
 def _quota() -> float | None:
-    """CPUs that the control group grants, or None if it sets no limit."""
+    """Return the CPU limit of the control group, or None if it sets none."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):

@@ -92,7 +92,8 @@ async def main() -> None:
     tasks = [af.Task("Begin.", {"seed": seed}) for seed in range(8)]
     result = await af.run(AGENT, tasks, reward=few_guesses, policy=af.ScriptedPolicy(halve))
     for trajectory in result.trajectories:
-        numbers = [call.call.arguments["number"] for turn in trajectory.turns for call in turn.tool_results]
+        calls = [result.call for turn in trajectory.turns for result in turn.tool_results]
+        numbers = [call.arguments["number"] for call in calls if call.arguments is not None]
         print(f"seed {trajectory.task['seed']}: {numbers} -> {trajectory.reward}")
     print(f"mean reward {result.metrics['reward/mean']:.2f}")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import agentfly as af
@@ -63,7 +64,7 @@ AGENT = af.Agent(
     max_turns=6,
 )
 
-TASKS = [
+TASKS: list[str | af.Task | Mapping[str, Any]] = [
     {"prompt": "What is the sum of the squares of 1 to 100?", "answer": "338350"},
     {"prompt": "What is the 30th Fibonacci number?", "answer": "832040"},
     {

@@ -146,7 +146,7 @@ async def main() -> None:
     def prompts(count: int, length: int = 64) -> list[list[int]]:
         return [chance.choices(words, k=length) for _ in range(count)]
 
-    settings = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=NEW_TOKENS)
+    settings = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=NEW_TOKENS)  # type: ignore[no-untyped-call]
     settings.eos_token_id = model.generation_config.eos_token_id
     for count in (1, 8, 32):
         speeds: dict[str, list[float]] = {"embedded": [], "sdpa": [], "paged|eager": []}

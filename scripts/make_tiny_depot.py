@@ -43,7 +43,7 @@ def last_turn(chance: random.Random) -> list[Message]:
         return [opening, *rest]
     first = 2 * chance.randrange(len(rest) // 2)
     before, seen, now = rest[first : first + 3]
-    return [opening, {**before, "remembered": True}, seen, now]  # type: ignore[list-item]
+    return [opening, {**before, "remembered": True}, seen, now]  # type: ignore[typeddict-unknown-key]
 
 
 def _walk(chance: random.Random) -> list[Message]:

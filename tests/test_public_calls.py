@@ -280,7 +280,7 @@ async def test_one_task_or_a_file_of_tasks_is_taken_for_tasks(tmp_path):
 
 
 async def test_a_run_that_scores_nothing_says_so_once_and_in_its_result(caplog):
-    runs._tell_once.cache_clear()
+    runs._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="agentfly"):
         results = [await af.run(AGENT, ["a"], policy=policy()) for _ in range(3)]
         scored = await af.evaluate(AGENT, ["a"], policy=policy(), reward=long_enough)

@@ -25,9 +25,9 @@ def check(
         str | None, typer.Option(metavar="URL", help="Ask the model at this OpenAI-compatible endpoint.")
     ] = None,
 ) -> None:
-    """Try all that a configuration needs before any long work: tools, resources, reward, model and its chat format.
+    """Check everything that a configuration needs before a long run: tools, reward, model and its chat format.
 
-    Each line says what was tried and, if it fails, why and what to do. Exits with 1 if anything fails. A check that
+    Each line names a check and, if it fails, the reason and the remedy. Exits with 1 if anything fails. A check that
     works but is probably not intended is in doubt, such as an agent that earns its reward by doing nothing.
     """
     from agentfly.cli.command_run import base_url_override, load_source

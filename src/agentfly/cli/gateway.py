@@ -56,8 +56,8 @@ def gateway(
         bool,
         typer.Option("--honor-request", help="Sample as programs ask. Such answers are excluded from training."),
     ] = False,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens per answer.")] = None,
-    max_calls: Annotated[int, typer.Option(min=1, help="The most answered calls per rollout.")] = 1_000,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum number of tokens per answer.")] = None,
+    max_calls: Annotated[int, typer.Option(min=1, help="Maximum number of answered calls per rollout.")] = 1_000,
 ) -> None:
     """Serve a model to agent programs of any kind, and record the tokens of their rollouts.
 

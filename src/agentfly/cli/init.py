@@ -29,7 +29,7 @@ def init(
         Path, typer.Argument(metavar="DIRECTORY", help="The new directory; the project is named after it.")
     ],
 ) -> None:
-    """Create a project: a task with its tool, reward, configuration and tests, which trains as it stands."""
+    """Create a project that can be trained at once: a task with its tool, reward, configuration and tests."""
     written = new_project(directory)
     typer.echo(f"{directory}: {', '.join(path.name for path in written)}")
     typer.echo("\nwhat can be done next")

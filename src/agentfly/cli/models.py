@@ -9,7 +9,7 @@ import typer
 
 from agentfly.core.errors import PrerequisiteError
 
-app = typer.Typer(help="The models of the catalog.", no_args_is_help=True)
+app = typer.Typer(help="List, fetch and find the models of the catalog.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A model's name, Hugging Face id or directory.")]
 

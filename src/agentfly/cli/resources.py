@@ -11,7 +11,7 @@ import typer
 
 from agentfly.core import signals
 
-app = typer.Typer(help="Look after what runs have started on this machine.", no_args_is_help=True)
+app = typer.Typer(help="Show or remove resources that runs have started on this machine.", no_args_is_help=True)
 
 PIPE_WIDTH = 10_000
 """Columns of output that a program reads: one line per instance, however long its name."""

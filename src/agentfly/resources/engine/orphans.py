@@ -35,7 +35,7 @@ UNREACHABLE_DAYS = 7
 """Days after which an orphan is given up if nothing has answered where it is since it was first tried."""
 
 SHOWN = 10
-"""Orphans whose traces are told when they are given up."""
+"""Orphans whose traces are logged when they are given up."""
 
 
 async def reap_orphans(directory: Path | None = None, *, repeat: bool = False) -> list[LedgerEntry]:

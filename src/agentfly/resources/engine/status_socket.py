@@ -15,7 +15,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 CLIENT_TIMEOUT_S = 5.0
-"""Seconds that whoever looks may take to read."""
+"""Seconds that a client may take to read."""
 
 _QUEUE = 128  # of those who connect and wait
 

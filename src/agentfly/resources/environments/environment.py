@@ -49,7 +49,7 @@ class Environment(Resource):
     """
 
     can_freeze: ClassVar[bool] = True  # where the spec allows it
-    _warned_costly: ClassVar[set[str]] = set()  # of which kinds it was said what they cost
+    _warned_costly: ClassVar[set[str]] = set()  # kinds whose cost was logged
 
     spec: EnvironmentSpec
 

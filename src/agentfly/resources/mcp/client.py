@@ -124,7 +124,7 @@ class MCPSession:
         """
         self._ready = asyncio.get_running_loop().create_future()
         self._life = asyncio.create_task(self._live(self._ready), name=self._name)
-        self._life.add_done_callback(lambda life: life.cancelled() or life.exception())  # whoever asks is told
+        self._life.add_done_callback(lambda life: life.cancelled() or life.exception())  # callers get the error
         waited: list[asyncio.Future[Any]] = [self._ready, self._life]
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if self._ready.done():
@@ -184,7 +184,7 @@ class MCPSession:
     def _answered(self, asking: asyncio.Future[Any]) -> None:
         self._asking.discard(asking)
         if not asking.cancelled():
-            asking.exception()  # whoever asked may have gone meanwhile
+            asking.exception()  # the caller may be gone
 
     def _failure(self) -> Exception:
         """Why it is over."""
@@ -331,7 +331,7 @@ class ReconnectingSession:
             self._reconnecting = asyncio.create_task(self._reconnect(session), name=f"new session of {self._name}")
             self._reconnecting.add_done_callback(
                 lambda task: task.cancelled() or task.exception()
-            )  # whoever waits is told
+            )  # waiting callers get it
         await asyncio.shield(self._reconnecting)
 
     async def _reconnect(self, old: MCPSession) -> None:

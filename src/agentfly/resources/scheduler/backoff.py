@@ -40,11 +40,11 @@ class StartFailureCause(Enum):
 
 
 class FailureScope(Enum):
-    """Whom a failed start fails."""
+    """The requests that a failed start rejects."""
 
     NOBODY = auto()
-    NEXT_SERVED = auto()  # those whom the instance would have served
-    ALL_WAITING = auto()  # all who wait in the pool for whom nothing is coming
+    NEXT_SERVED = auto()  # the requests that the instance would have served
+    ALL_WAITING = auto()  # all waiters of the pool for which no instance is coming
 
 
 _LASTING = (UsageError, PrerequisiteError, APIRefused, APIMalformed, EngineClosed, LeaseExpired, TokenInvariantError)

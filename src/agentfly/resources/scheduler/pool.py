@@ -26,7 +26,7 @@ class InstanceState(StrEnum):
     LEASED = "leased"
     RESETTING = "resetting"
     STOPPING = "stopping"
-    STUCK = "stuck"  # it was told to go and did not; tried again now and then
+    STUCK = "stuck"  # its stop failed; the stop is retried
 
 
 BECOMING_READY = frozenset({InstanceState.STARTING, InstanceState.RESETTING})

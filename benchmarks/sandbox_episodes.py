@@ -223,7 +223,7 @@ def sandbox_episodes(
     """Measure episodes per minute with a warm pool and with cold starts, and print them as JSON.
 
     Docker and Podman run as private engines, which needs root. Their containers are measured too, as by
-    ``agentfly bench resources``.
+    agentfly bench resources.
     """
     if not archive.exists():
         raise ConfigError(f"There is no file {archive}. Make one: python scripts/make_bench_image.py")

@@ -25,7 +25,7 @@ def check(
         str | None, typer.Option(metavar="URL", help="Ask the model at this OpenAI-compatible endpoint.")
     ] = None,
 ) -> None:
-    """Check everything that a configuration needs before a long run: tools, reward, model and its chat format.
+    """Check everything a configuration needs before a long run: tools, resources, reward, model and chat format.
 
     Each line names a check and, if it fails, the reason and the remedy. Exits with 1 if anything fails. A check that
     works but is probably not intended is in doubt, such as an agent that earns its reward by doing nothing.

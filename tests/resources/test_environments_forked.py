@@ -114,7 +114,10 @@ def appears(path: Path) -> bool:
 
 async def ends(pid: int) -> bool:
     for _ in range(1000):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
             return True
         await asyncio.sleep(0.01)
     return False

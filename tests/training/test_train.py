@@ -183,7 +183,7 @@ def make_agent(model: str) -> Agent:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (make_agent, r"pass an Agent, e.g. make_agent\('tiny'\)"),
+        (make_agent, r"pass the Agent, e.g. make_agent\('tiny'\)"),
         (look, "look is a tool, not an agent"),
         ("tiny", "agent is a str, not an Agent"),
     ],

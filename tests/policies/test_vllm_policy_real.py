@@ -242,7 +242,7 @@ async def test_vllms_own_reload_of_a_tied_model_is_found_out(
     for weights in other.parameters():
         weights.data += 0.02 * torch.randn(weights.shape, generator=torch.Generator().manual_seed(2))
     other.save_pretrained(tmp_path)
-    with pytest.raises(PrerequisiteError, match="Start the server again"):
+    with pytest.raises(PrerequisiteError, match="Restart the server"):
         async with VLLMPolicy(**address, load_method="reload_weights"):
             pass
     await server_of(policy).set_weight_version("default")  # as if it had just been started

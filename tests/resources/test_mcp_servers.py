@@ -145,11 +145,22 @@ async def test_a_server_that_dies_during_a_call_says_how_with_the_end_of_its_log
         assert await server.status() is Status.BROKEN
 
 
+def small_servers() -> set[psutil.Process]:
+    """The running servers of `SMALL` that this process has started."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.cmdline() == list(SMALL):
+                found.add(process)
+    return found
+
+
 async def test_the_engine_replaces_a_server_that_was_killed(tmp_path: Path) -> None:
+    others = small_servers()
     async with ResourceEngine(ledger=tmp_path / "ledger") as engine:
         lease = await engine.acquire(small(), "one")
         assert await said(lease.resource, "write", line="tea") == "line 1"
-        (program,) = [one for one in psutil.Process().children(recursive=True) if one.cmdline() == list(SMALL)]
+        (program,) = small_servers() - others
         program.kill()
         with pytest.raises(ResourceDied, match="SIGKILL"):
             await said(lease.resource, "read")

@@ -35,6 +35,7 @@ def _stand_in(directory: Path, prints: str, code: int = 0) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_each_generation_is_exactly_as_long_as_asked_and_each_turn_but_the_last_calls_the_tool():
     one = _own(SMALL)
     assert one.sampled_tokens == [2 * 2 * 5] * 2

@@ -247,6 +247,7 @@ def run_history(monkeypatch):
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_shared_or_left_over_in_random_histories(run_history):
     for seed in range(100):
         run_history(seed, 50)

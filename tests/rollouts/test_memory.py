@@ -109,6 +109,7 @@ memories = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(memory=memories, count=st.integers(0, 6), strategy=st.sampled_from(STRATEGIES))
 async def test_whatever_is_remembered_each_sampled_token_is_trained_once_after_what_was_sent(memory, count, strategy):

@@ -86,6 +86,7 @@ async def test_trajectories_are_saved_once_each_and_in_order(tmp_path):
     assert saved == result.trajectories
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rest", [b"", b'{"rollout_id": "torn'])
 async def test_what_had_finished_is_not_run_again_and_the_rest_is_named_as_it_would_have_been(tmp_path, rest):
     unbroken, _ = await roll(tmp_path / "run", attempts=2)

@@ -162,6 +162,7 @@ def needed(task):
     return []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scoring", [careless, careless_group])
 async def test_what_tools_and_rewards_write_reaches_no_other_attempt_and_no_record(scoring):
     task = Task([{"role": "user", "content": "take"}], {"items": [1, 2, 3]})

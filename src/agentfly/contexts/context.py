@@ -43,7 +43,7 @@ _ACQUIRE = (
 class AcquireCall(Coroutine[Any, Any, R_co]):
     """The coroutine that `Context.acquire` returns; to be awaited.
 
-    A use as a context manager or resource raises an error that says what to write.
+    If it is used as a context manager or as the resource itself, the error says what to write instead.
 
     Args:
         work: the coroutine itself.

@@ -215,7 +215,7 @@ class ControlTokens:
         self._known: dict[str, list[int]] = {}  # ids of the template's own pieces, which come again at every turn
 
     def allow_in_replies(self, tokens: Collection[str]) -> None:
-        """Have `disarm` leave these tokens in what assistants say: those around thoughts and calls."""
+        """Make `escape` keep these tokens in assistants' text: those around reasoning and calls."""
         self._of_replies = ControlTokenEscaper([token for token in self._ids if token not in tokens])
 
     def escape(self, messages: Sequence[Message]) -> list[Message]:

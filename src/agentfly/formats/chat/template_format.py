@@ -41,9 +41,9 @@ class TemplateChatFormat:
 
     Under ``history="rewrite"``, the whole conversation is rendered at every turn. As long as the template writes the
     past as it was sent, the new part is appended. Otherwise there is no continuation, and a new sequence begins with
-    the template's rendering. The comparison covers the template's text around the model's turns, and whether it still
-    writes their reasoning and text. The text itself stays as sampled, whatever white space or JSON the template would
-    write.
+    the template's rendering. Two things are compared: the template's own text around each turn, and whether the turn's
+    reasoning and text are still present. The text itself stays as sampled, whatever white space or JSON the template
+    would write.
 
     Args:
         tokenizer: the policy's tokenizer.
@@ -136,10 +136,9 @@ class TemplateChatFormat:
         answers: Sequence[Message] = (),
         tools: ToolDefinitions = (),
     ) -> list[int]:
-        """The ids by which a model of this format says a text, its end of turn included: the inverse of `reply`.
+        """Return the ids of an assistant's turn with this text, including its end: the inverse of `parse_reply`.
 
-        Control tokens in the text are such where they belong to turns, around thoughts and calls; others are ordinary
-        text.
+        Control tokens around reasoning and calls stay control tokens; all others become ordinary text.
 
         Args:
             text: all that the turn says.

@@ -245,7 +245,7 @@ class TemplateRenderer:
         return self._render(with_slots(canonical), tools, opens=opens)
 
     def places(self, messages: Sequence[Message], number: int) -> list[str]:
-        """The places that `bare` has for the message at a position, if the template leaves none of them out."""
+        """Return all placeholders that `render_with_slots` may write for the message at a position."""
         return slots_of(self.shape.split([messages[number]])[0], number)
 
     def render_continuation(self, messages: Sequence[Message], tools: ToolDefinitions = ()) -> str:

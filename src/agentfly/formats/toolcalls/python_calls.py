@@ -53,7 +53,7 @@ def read_calls(text: str, start: int) -> tuple[list[PythonCall], int]:
     operators and everything else that would have to be evaluated.
 
     Raises:
-        NotPython: there is no such list, or it contains anything else.
+        InvalidPythonCall: there is no such list, or it contains anything else.
     """
     reader = _PythonCallReader(text, start)
     reader.expect("[")

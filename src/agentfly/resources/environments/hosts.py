@@ -33,10 +33,10 @@ class EnvironmentHost(Protocol):
         ...
 
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a method of the simulator; what it returns or raises comes back.
+        """Call a method of the simulator. Return its result, or raise its exception.
 
         Raises:
-            ResourceDied: the simulator's place is gone.
+            ResourceDied: the thread or process of the simulator has ended.
         """
         ...
 
@@ -59,7 +59,7 @@ class EnvironmentHost(Protocol):
 
     @property
     def peer_closed(self) -> bool:
-        """Whether it shows at once that the place is gone, perhaps before `death` can say how."""
+        """Whether the thread or process has visibly ended, perhaps before `dead_reason` is known."""
         ...
 
     @property

@@ -43,7 +43,7 @@ def encode(value: Any, types: DeclaredTypes) -> bytes:
     Subclasses of the built-in types are written as these. Two references to one object become two objects.
 
     Raises:
-        NotData: it is, or holds, something that is no data; or it is too large.
+        NotSerializable: it is, or holds, something that is no data; or it is too large.
     """
     writer = _WireEncoder(types)
     try:
@@ -240,7 +240,7 @@ def decode(data: bytes, types: DeclaredTypes) -> Any:
     """The value that `agentfly.resources.environments.wire_format.encode` made bytes of.
 
     Raises:
-        Malformed: they are none of these.
+        MalformedData: they are none of these.
     """
     reader = _WireDecoder(data, types)
     try:

@@ -119,7 +119,7 @@ class MCPSession:
         """Begin the session, and wait for the server's introduction.
 
         Raises:
-            SessionOver: the session did not begin; the message says why.
+            SessionClosed: the session did not begin; the message says why.
             AgentFlyError: raised by the transport.
         """
         self._ready = asyncio.get_running_loop().create_future()
@@ -140,7 +140,7 @@ class MCPSession:
         """Return the server's answer.
 
         Raises:
-            SessionOver: the session is over, or ended during the request.
+            SessionClosed: the session is over, or ended during the request.
             Exception: raised by the request.
         """
         if self._life is None or self._ready is None or self._life.done() or not self._ready.done():
@@ -244,8 +244,8 @@ class ReconnectingSession:
         """Begin the session, and learn which tools there are.
 
         Raises:
-            SessionOver: the session came to nothing; the message says why.
-            EndlessListing: the tools cannot be listed.
+            SessionClosed: the session came to nothing; the message says why.
+            EndlessToolListing: the tools cannot be listed.
             AgentFlyError: as the transport raises it.
             Exception: as the client raises it.
         """
@@ -273,8 +273,8 @@ class ReconnectingSession:
             keeps_state: whether calls leave state in a session, so that a new session cannot replace it.
 
         Raises:
-            SessionOver: the server is gone.
-            SessionForgotten: the server has forgotten the session, which has state.
+            SessionClosed: the server is gone.
+            SessionExpired: the server has forgotten the session, which has state.
             ToolError: the server rejects the call.
             ResourceError: there is no answer, or none of the protocol.
         """

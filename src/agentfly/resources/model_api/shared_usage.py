@@ -114,7 +114,7 @@ class SharedUsage:
         """Apply ``function`` to the usage, which it may change, and return its result.
 
         Raises:
-            Busy: another process holds the file. Nothing was done.
+            FileLocked: another process holds the file. Nothing was done.
         """
         with self._lock:
             if (path := self._path) is None:

@@ -292,10 +292,10 @@ class TokenServer(ABC):
     # --- weights ------------------------------------------------------------------------------------------------------
 
     async def load_weights(self, directory: str | Path | None, *, by: str = LOAD_WEIGHTS) -> None:
-        """Put other weights of the same model in the place of those that are served.
+        """Replace the served weights by other weights of the same model.
 
-        What was computed with the old ones is forgotten by `forget_prompts`, and nothing samples meanwhile only if the
-        server is paused. Whether the server really serves the new weights is for the caller to prove.
+        Pause the server first, so that it does not sample meanwhile. Call `reset_prefix_cache` afterwards, which drops
+        keys and values of the old weights. The caller must prove that the server serves the new weights.
 
         Args:
             directory: where the weights are, in safetensors files, as the server sees it; None goes back to those

@@ -143,7 +143,7 @@ class OOMKillCounter:
         self._kills = 0
 
     def kills(self) -> int:
-        """How many, as `Cgroup.out_of_memory_kills` says."""
+        """Return the number of kills; see `Cgroup.oom_kills`."""
         try:
             text = os.pread(self._descriptor, 4096, 0)
         except OSError:  # the group is gone

@@ -26,7 +26,7 @@ def hermes_agent(model: str | Path = "tiny") -> Agent:
 
 
 def thoughtful_agent(model: str | Path = "smollm2-135m") -> Agent:
-    """An agent that thinks aloud before it acts; for `train_tasks_with_thoughts`."""
+    """Return an agent that reasons before it acts; for `thoughtful_train_tasks`."""
     return dataclasses.replace(
         action_agent(model),
         system_prompt="You keep the stockroom. Think aloud, then give one action.",

@@ -123,7 +123,7 @@ class Unpacker:
             ArchiveTooLarge: it exceeds a limit.
             ArchiveError: it is broken, or has names that cannot be.
             OSError: the disk is full.
-            Cancelled: the token says so.
+            WorkCancelled: the token was cancelled.
             TimeoutError: the token says so.
         """
         fresh: set[int] = set()  # the hashes of the places that this layer has something at, which it does not hide
@@ -146,7 +146,7 @@ class Unpacker:
 
         Raises:
             ArchiveError: its links lead through too many others.
-            Cancelled: the token was cancelled.
+            WorkCancelled: the token was cancelled.
             TimeoutError: the token's time is up.
         """
         for place, name in self._links:

@@ -98,7 +98,7 @@ class SnapshotStore:
         Raises:
             ToolError: the directories are too deep to be copied, which the agent caused.
             ResourceError: they could not be copied.
-            Cancelled: the token was cancelled.
+            WorkCancelled: the token was cancelled.
         """
         program = shutil.which("cp", path="/usr/bin:/bin") or "cp"
         uppers = [f"{self._thread_root}{tree}/upper{number}" for number in range(len(snapshot.layers))]

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from agentfly.benchmarks.resources.container_engines import ENGINES, measure_engine_backend
-from agentfly.cli.main import run_program
+from agentfly.cli.main import run_function
 from agentfly.core import signals
 from agentfly.core.errors import ConfigError
 from agentfly.resources.containers.container import Container
@@ -241,6 +241,4 @@ def sandbox_episodes(
 
 
 if __name__ == "__main__":
-    program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    program.command()(sandbox_episodes)
-    run_program(program)
+    run_function(sandbox_episodes)

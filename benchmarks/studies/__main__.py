@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentfly.cli.main import run_program
+from agentfly.cli.main import run_function
 from agentfly.core.errors import ConfigError, suggest_name, type_of
 
 if TYPE_CHECKING:
@@ -81,6 +81,4 @@ def _study(name: str) -> Study:
 
 
 if __name__ == "__main__":
-    program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    program.command()(study)
-    run_program(program)
+    run_function(study)

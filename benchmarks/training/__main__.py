@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from agentfly.cli.main import run_program
+from agentfly.cli.main import run_function
 from benchmarks.training.measure import render, run_training_bench
 from benchmarks.training.workload import TrainingWorkload
 
@@ -42,6 +42,4 @@ def training(
 
 
 if __name__ == "__main__":
-    program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    program.command()(training)
-    run_program(program)
+    run_function(training)

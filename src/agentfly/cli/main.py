@@ -9,7 +9,7 @@ import errno
 import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -96,23 +96,6 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(resources.app, name="resources")
 
 
-def _help_text(docstring: str) -> str:
-    """Return a docstring with one line per paragraph, since the line breaks of the source do not fit a terminal.
-
-    A paragraph that starts with a backspace keeps its lines, as is usual in click.
-    """
-    paragraphs = inspect.cleandoc(docstring).split("\n\n")
-    return "\n\n".join(one if one.startswith("\b") else " ".join(one.split()) for one in paragraphs)
-
-
-for _command in [
-    *app.registered_commands,
-    *(command for group in app.registered_groups for command in (group.typer_instance or app).registered_commands),
-]:
-    if _command.callback is not None and _command.callback.__doc__:
-        _command.help = _help_text(_command.callback.__doc__)
-
-
 _TRAINING_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 
 
@@ -143,6 +126,7 @@ def run_program(program: typer.Typer) -> None:
     129 after SIGHUP, once all resources are released.
     """
     limit_openmp_spinning()  # before any command imports torch
+    _unwrap_help(program)
     with signals.signals_end_program():
         try:
             program()
@@ -152,6 +136,27 @@ def run_program(program: typer.Typer) -> None:
                 raise
             _print_error(str(shown))
             sys.exit(2 if isinstance(shown, UsageError) else 1)
+
+
+def run_function(command: Callable[..., None]) -> None:
+    """Run a function as a command-line program of its own; see `run_program`."""
+    program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    program.command()(command)
+    run_program(program)
+
+
+def _unwrap_help(program: typer.Typer) -> None:
+    """Give all commands help texts with one line per paragraph: the line breaks of the source do not fit a terminal.
+
+    A paragraph that starts with a backspace keeps its lines, as is usual in click.
+    """
+    for command in program.registered_commands:
+        if command.callback is not None and command.callback.__doc__:
+            paragraphs = inspect.cleandoc(command.callback.__doc__).split("\n\n")
+            command.help = "\n\n".join(one if one.startswith("\b") else " ".join(one.split()) for one in paragraphs)
+    for group in program.registered_groups:
+        if group.typer_instance is not None:
+            _unwrap_help(group.typer_instance)
 
 
 def _user_error(error: BaseException) -> AgentFlyError | None:

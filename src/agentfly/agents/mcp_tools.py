@@ -90,8 +90,8 @@ def mcp_tools(
     listed = _chosen(spec, answered, only)
     if scope is not Scope.GLOBAL and seconds >= _SLOW_START_S:
         logger.warning(
-            "Each %s starts %s anew, which took %.1f s. If the server keeps nothing of anybody, share one among all "
-            "rollouts: mcp_tools(…, scope='global').",
+            "Each %s starts a new %s, which took %.1f s. If the server keeps no state of a rollout, share one among "
+            "all rollouts: mcp_tools(…, scope='global').",
             "rollout" if scope is Scope.ROLLOUT else "call",
             spec.label,
             seconds,

@@ -314,9 +314,9 @@ class Tool(UserFunction):
             reason = truncate_middle(error_message(transient), MAX_ECHO_CHARS)
             cause = f" (because of {type(transient).__name__}: {reason})"
         raise ToolUnavailable(
-            f"The tool {self.name!r} failed with {message}{cause}. The machine or the network is to blame for that, "
-            "so the rollout gets no reward: see that what the tool uses is there. If the model can cause it by what it "
-            "asks for, catch the exception in the tool and raise agentfly.ToolError, which the model is told."
+            f"The tool {self.name!r} failed with {message}{cause}. This is a failure of the machine or the network, "
+            "so the rollout gets no reward. Check that everything the tool uses is available. If the model can cause "
+            "it by its request, catch the exception in the tool and raise agentfly.ToolError, which the model reads."
         ) from error
 
     def _log_crash_once(self, error: BaseException, message: str) -> None:
@@ -325,9 +325,9 @@ class Tool(UserFunction):
         if location not in self._reported_locations:
             self._reported_locations.add(location)
             logger.warning(
-                "The tool %r crashed with %s, at %s. The model is told and the rollout goes on; this place is not "
-                "reported again. If the model can cause it, raise agentfly.ToolError with what it should know.",
+                "The tool %r crashed with %s, at %s. The error is shown to the model and the rollout continues; this "
+                "location is not reported again. If the model can cause it, raise agentfly.ToolError with a message.",
                 self.name,
                 message,
-                location or "an unknown place",
+                location or "an unknown location",
             )

@@ -43,7 +43,7 @@ def weighted(parts: Mapping[Reward, float], *, name: str | None = None) -> Rewar
         _require_part(part, weight)
         if part.name in names:
             raise RewardDefinitionError(
-                f"weighted(): two parts are called {part.name!r}, so that their metrics cannot be told apart. Name one "
+                f"weighted(): two parts are called {part.name!r}, so their metrics would have the same name. Name one "
                 "of them: @reward(name=…)."
             )
         names.add(part.name)

@@ -70,7 +70,7 @@ REASONING_MARKERS = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 
 @dataclass(frozen=True)
 class ReasoningMarkers:
-    """The way in which a model's turns contain reasoning.
+    """The markers of reasoning in a model's turns.
 
     Attributes:
         opener: the opening marker, without surrounding white space.
@@ -93,23 +93,23 @@ class ReasoningMarkers:
         """
         begun = text.lstrip()
         explicit = begun.startswith(self.opener)
-        thoughts, closed, said = begun.removeprefix(self.opener).partition(self.closer)
-        if closed and (explicit or (self.opened and self.opener not in thoughts)):
-            return thoughts.strip("\n"), said.lstrip("\n")
+        reasoning, closed, content = begun.removeprefix(self.opener).partition(self.closer)
+        if closed and (explicit or (self.opened and self.opener not in reasoning)):
+            return reasoning.strip("\n"), content.lstrip("\n")
         if explicit or (self.opened if opened is None else opened):
-            return thoughts.strip("\n"), ""
+            return reasoning.strip("\n"), ""
         return None, text
 
-    def join(self, thoughts: str, said: str) -> str:
+    def join(self, reasoning: str, content: str) -> str:
         """Return a turn's text from its reasoning and its visible text."""
-        return f"{self.opener}\n{thoughts}\n{self.closer}\n\n{said}"
+        return f"{self.opener}\n{reasoning}\n{self.closer}\n\n{content}"
 
     def without_markers(self, text: str) -> str:
-        """A text without the marks of thoughts and white space around it."""
+        """Return a text without markers of reasoning and without white space around it."""
         return text.replace(self.opener, "").replace(self.closer, "").strip()
 
     def without_opening_marker(self, header: str) -> str:
-        """Return a turn's header without the reasoning markers at its end, which open the reasoning or skip it."""
+        """Return a turn's header without a reasoning marker at its end, which opens the reasoning or skips it."""
         bare = header
         while (text := bare.rstrip()).endswith((self.opener, self.closer)):
             bare = text.removesuffix(self.opener).removesuffix(self.closer)

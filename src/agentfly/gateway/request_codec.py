@@ -218,7 +218,7 @@ class RequestCodec:
                 calls = found
         message: Message = {"role": "assistant", "content": content}
         if calls:
-            beside = (
+            visible = (
                 content
                 if reply.calls is not None
                 else text_of(_for_template(self._calls).assistant_message(content, calls)["content"])
@@ -227,7 +227,7 @@ class RequestCodec:
                 dataclasses.replace(call, id=call_id(number))
                 for number, call in enumerate(calls[: request.max_calls], first_call)
             )
-            message = message_with_calls(beside, calls)
+            message = message_with_calls(visible, calls)
         if reply.reasoning is not None:
             message["reasoning_content"] = reply.reasoning
         return ModelAnswer(message, text, calls, generation)

@@ -1,1 +1,1 @@
-"""Where tokens come from. Each implementation is imported when it is asked for."""
+"""Policies: the models that generate. Each implementation is imported when it is first used."""

@@ -99,7 +99,7 @@ def resolve_model(name: str | Path, *, report: ReportProgress | None = None) -> 
     AI assistant named SmolLM, trained by Hugging Face"). To replace it, give the agent a system prompt.
 
     Raises:
-        ConfigError: there is no model of that name.
+        ConfigError: no model has this name.
         PrerequisiteError: the model cannot be fetched: no network, disk space or access, or a missing package.
     """
     if isinstance(name, str) and name in ("tiny", "tiny-depot"):

@@ -23,21 +23,21 @@ from agentfly.policies.hf_vision import HFVision
 from agentfly.policies.policy import Vision
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""The names under which templates look for an assistant's thoughts."""
+"""The names that templates use for an assistant's reasoning."""
 
 
 class ChatTemplate:
-    """Renders conversations as `transformers` does, without its copies and checks of every message.
+    """Renders conversations as `transformers` does, but without copying and checking every message.
 
-    The template's code is sandboxed. What it knows of the time is the moment at which it was compiled, so that a
-    conversation that goes on past midnight is not written differently.
+    The template runs in Jinja's sandbox. The time that it can read is the moment of its compilation, so a conversation
+    that continues past midnight is rendered in the same way.
 
     Args:
         source: the Jinja template.
-        variables: what else it may refer to, such as ``bos_token``.
+        variables: further variables of the template, such as ``bos_token``.
 
     Raises:
-        TemplateError: the source is no Jinja template.
+        TemplateError: the source is not a Jinja template.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
@@ -53,13 +53,13 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = False,
     ) -> str:
-        """A conversation as text.
+        """Return a conversation as text.
 
         Raises:
-            TemplateError, TypeError, ValueError, KeyError: the template refuses the conversation.
+            TemplateError, TypeError, ValueError, KeyError: the template rejects the conversation.
         """
         return self._template.render(
-            messages=[_known_as(message) for message in messages],
+            messages=[_with_all_reasoning_names(message) for message in messages],
             tools=list(tools) or None,
             documents=None,
             add_generation_prompt=add_generation_prompt,
@@ -67,17 +67,17 @@ class ChatTemplate:
         )
 
     def literal_texts(self) -> list[str]:
-        """The texts that the template may write: all but its code."""
+        """Return the texts that the template may write: everything except its code."""
         return [text for _, kind, text in self._template.environment.lex(self.source) if kind in ("data", "string")]
 
 
 class _Generation(Extension):
-    """``{% generation %} … {% endgeneration %}``, which some templates put around what the model says."""
+    """``{% generation %} … {% endgeneration %}``, which some templates put around the model's text."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """Only what stands between the two."""
+        """Return the nodes between the two tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -92,11 +92,11 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _known_as(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message without empty fields, its thoughts under every name by which templates know them."""
+def _with_all_reasoning_names(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message without empty fields, with its reasoning under every name that templates use."""
     known = {name: value for name, value in message.items() if value is not None}
-    thoughts = next((known[name] for name in REASONING_FIELDS if name in known), None)
-    return known if thoughts is None else {**dict.fromkeys(REASONING_FIELDS, thoughts), **known}
+    reasoning = next((known[name] for name in REASONING_FIELDS if name in known), None)
+    return known if reasoning is None else {**dict.fromkeys(REASONING_FIELDS, reasoning), **known}
 
 
 def _to_json(
@@ -114,27 +114,27 @@ def _refuse(why: str) -> None:
 
 
 _MARKUP = re.compile(r"<[|｜].*[|｜]>|</?s>|<(?:bos|eos|pad|unk|mask)>")
-"""How vocabularies spell what no text is to hold, whether or not they call it special."""
+"""Spellings of control tokens, which vocabularies do not always mark as special."""
 
 _LONG = 32_768
-"""From so many characters on encoding takes milliseconds."""
+"""Number of characters from which on encoding takes milliseconds."""
 
 
 class HFTokenizer:
-    """Implements `agentfly.policies.policy.Tokenizer` over a tokenizer of the transformers library.
+    """Implements `agentfly.policies.policy.Tokenizer` with a tokenizer of the transformers library.
 
-    Control tokens are the special tokens of the tokenizer and, besides, those added tokens that end a text, that the
-    model's chat template writes (such as ``<tool_call>``, which many tokenizers do not mark as special), or that are
-    spelled as markup (``<|…|>``, ``</s>`` and the like). Text that spells one of them is encoded as ordinary text.
-    Added tokens of white space only, such as runs of blanks, are text, however a template is indented.
+    The special tokens of the tokenizer are control tokens. So are the added tokens that end a text, that the model's
+    chat template writes (such as ``<tool_call>``, which many tokenizers do not mark as special), or that are spelled as
+    markup (``<|…|>``, ``</s>`` and the like). Text that spells one of them is encoded as ordinary text. Added tokens of
+    white space only, such as runs of spaces, are text, even if a template writes them to indent.
 
     Args:
         tokenizer: the tokenizer.
-        vision: how the model sees images, if it does.
-        eos_ids: the ids at which the model is to stop beside the tokenizer's own end of text.
+        vision: how images are shown to the model, if it takes images.
+        eos_ids: further ids at which the model stops, beside the tokenizer's own end of text.
 
     Attributes:
-        eos_ids: the ids at which the model is to stop, the tokenizer's own first.
+        eos_ids: all ids at which the model stops, the tokenizer's own first.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class HFTokenizer:
         self.vision = vision
         own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         self.eos_ids = tuple(dict.fromkeys([*own, *(one for one in eos_ids if one in self.vocabulary_ids)]))
-        written = self._written()
+        written = self._template_texts()
         control = {
             token_id: added
             for token_id, added in tokenizer.added_tokens_decoder.items()
@@ -162,10 +162,10 @@ class HFTokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """The tokenizer of a model directory.
+        """Load the tokenizer of a model directory.
 
         Raises:
-            PrerequisiteError: there is none, or only one without a fast form.
+            PrerequisiteError: the directory has no tokenizer, or only one without a fast form.
         """
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
@@ -176,52 +176,52 @@ class HFTokenizer:
                 f"The tokenizer in {path} ({type(tokenizer).__name__}) has no fast form (tokenizer.json), which is "
                 "needed to keep text and control tokens apart. Save it once from transformers with a fast tokenizer."
             )
-        beside = path / "chat_template.json"  # where older models that see images have it
-        if not tokenizer.chat_template and beside.is_file():
-            tokenizer.chat_template = json.loads(beside.read_text(encoding="utf-8"))["chat_template"]
+        legacy_template = path / "chat_template.json"  # older models with vision have it there
+        if not tokenizer.chat_template and legacy_template.is_file():
+            tokenizer.chat_template = json.loads(legacy_template.read_text(encoding="utf-8"))["chat_template"]
         return cls(tokenizer, HFVision.of(path, tokenizer), eos_ids=_eos_of(path))
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of ordinary text that follows a control token: nothing in it becomes a control token."""
+        """Encode ordinary text that follows a control token. Nothing in it becomes a control token."""
         ids = self._ids(text)
         if self._control_ids.isdisjoint(ids):
             return ids
-        # A vocabulary that can spell a control token as an ordinary piece (some Unigram ones can): encode it in halves.
+        # Some Unigram vocabularies can spell a control token as an ordinary piece. Encode its text in two halves.
         for content in self._control:
             if (found := text.find(content)) >= 0 and len(content) > 1:
                 middle = found + 1
                 return self.encode_text(text[:middle]) + self.encode_text(text[middle:])
-        # The tokenizer made it of other characters, by normalising them; what they said is lost rather than obeyed.
+        # The tokenizer normalised other characters to a control token. Their text is dropped, so that it has no effect.
         return [token_id for token_id in ids if token_id not in self._control_ids]
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int]
         if len(text) < _LONG:
             ids = self._text_tokenizer.encode(text, add_special_tokens=False).ids
-        else:  # a batch lets go of the interpreter's lock, so that a thread that encodes holds up no other
+        else:  # encoding a batch releases the interpreter's lock, so that other threads can run
             ids = self._text_tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, control tokens included; invalid bytes become U+FFFD."""
+        """Decode ids to text, control tokens included. Invalid bytes become U+FFFD."""
         text: str = self._text_tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
     @cached_property
     def vocabulary_ids(self) -> Collection[int]:
-        """The ids that a token has."""
+        """The ids that have a token."""
         found = frozenset(self.hf.get_vocab().values())
         whole = range(max(found, default=-1) + 1)
         return whole if len(found) == len(whole) else found
 
     @property
     def control_tokens(self) -> dict[str, int]:
-        """The control tokens, text to id."""
+        """The control tokens by their text, with their ids."""
         return dict(self._control)
 
     @property
     def stripping_tokens(self) -> dict[str, tuple[bool, bool]]:
-        """Control tokens that take the white space before or after them along, and which of the two."""
+        """Control tokens that strip white space: for each, whether before and whether after it."""
         return dict(self._greedy)
 
     @property
@@ -236,10 +236,10 @@ class HFTokenizer:
         add_generation_prompt: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """A conversation as text, by the model's own chat template, which describes ``tools`` too.
+        """Render a conversation and the definitions of ``tools`` as text, by the model's own chat template.
 
         Raises:
-            ChatFormatError: the model has no chat template, or the template refuses the conversation.
+            ChatFormatError: the model has no chat template, or the template rejects the conversation.
         """
         template = self._template_with_tools if tools else self._template
         try:
@@ -247,7 +247,7 @@ class HFTokenizer:
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise ChatFormatError(
-                f"The chat template of {self.hf.name_or_path!r} refuses a conversation of the roles {roles}: {error}"
+                f"The chat template of {self.hf.name_or_path!r} rejects a conversation of the roles {roles}: {error}"
             ) from error
 
     @cached_property
@@ -256,7 +256,7 @@ class HFTokenizer:
 
     @cached_property
     def _template_with_tools(self) -> ChatTemplate:
-        """Some models have a template of its own for conversations with tools."""
+        """The template for conversations with tools. Some models have a separate one."""
         return self._compiled([{}])
 
     def _compiled(self, tools: list[dict[str, Any]] | None) -> ChatTemplate:
@@ -270,31 +270,31 @@ class HFTokenizer:
         except (TemplateError, ValueError) as error:
             raise ChatFormatError(f"The chat template of {self.hf.name_or_path!r} cannot be used: {error}") from error
 
-    def _written(self) -> list[str]:
-        """The texts that the model's chat templates may write."""
+    def _template_texts(self) -> list[str]:
+        """Return the texts that the model's chat templates may write."""
         try:
             templates = (self._template, self._template_with_tools) if self.hf.chat_template else ()
             return [text for template in templates for text in template.literal_texts()]
         except ChatFormatError:
-            return []  # rendering says what is wrong with it
+            return []  # rendering reports the error
 
 
 def _eos_of(path: Path) -> list[int]:
-    """The ids at which the model in a directory is to stop: its generation settings say, or else its configuration."""
+    """Return the ids at which a model stops, from its generation settings or else from its configuration."""
     for name in ("generation_config.json", "config.json"):
         file = path / name
         settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        for told in (settings, settings.get("text_config") or {}):
-            if (found := told.get("eos_token_id")) is not None:
+        for section in (settings, settings.get("text_config") or {}):
+            if (found := section.get("eos_token_id")) is not None:
                 return [int(one) for one in (found if isinstance(found, list) else [found])]
     return []
 
 
 def _with_control_as_text(backend: FastTokenizer, control_ids: frozenset[int]) -> FastTokenizer:
-    """A copy of a tokenizer that reads control tokens in a text as the characters they consist of.
+    """Return a copy of a tokenizer that reads control tokens in a text as their characters.
 
-    A SentencePiece vocabulary puts a blank before the first word of a text. What is encoded here always follows a
-    control token, so it is not the first; and what is decoded loses no blank.
+    A SentencePiece vocabulary puts a space before the first word of a text. Text that is encoded here always follows a
+    control token, so it gets no such space. Decoding keeps all spaces.
     """
     settings = json.loads(backend.to_str())
     for added in settings["added_tokens"]:

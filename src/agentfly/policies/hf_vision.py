@@ -21,15 +21,15 @@ from agentfly.core.messages import Image
 _RESERVED = re.compile(r"(image|video|vision|boi|eoi)_(\w+_)?token_(id|index)")
 """How configurations name the ids that only images and videos have."""
 
-_REMEMBERED = 1024
+_CACHE_SIZE = 1024
 """Images whose ids are kept, since all attempts at a task are shown the same ones."""
 
 
 class HFVision:
-    """Implements `agentfly.policies.policy.Vision` by the image processor in a model's directory.
+    """Implements `agentfly.policies.policy.Vision` with the image processor in a model's directory.
 
-    How many tokens an image has is told by its size alone where the processor lays a grid over images of any size (as
-    of Qwen2-VL and what came after it), and by processing it for all other models.
+    Some processors lay a grid over images of any size, such as those of Qwen2-VL and its successors. The size of an
+    image then determines its number of tokens. For all other models the image is processed to find it.
 
     Args:
         path: the model's directory.
@@ -39,12 +39,12 @@ class HFVision:
     def __init__(self, path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         self._path = path
         self._tokenizer = tokenizer
-        self._remembered: dict[bytes, Sequence[int]] = {}  # by digest, because an image is large
+        self._cached: dict[bytes, Sequence[int]] = {}  # by digest, because an image is large
         self._lock = threading.Lock()
 
     @classmethod
     def of(cls, path: Path, tokenizer: PreTrainedTokenizerFast) -> Self | None:
-        """The vision of the model in a directory; None where the model sees nothing."""
+        """Return the vision of the model in a directory; None if the model takes no images."""
         file = path / "config.json"
         sees = file.is_file() and "vision_config" in json.loads(file.read_text(encoding="utf-8"))
         return cls(path, tokenizer) if sees else None
@@ -59,25 +59,25 @@ class HFVision:
 
     @cached_property
     def reserved_ids(self) -> Collection[int]:
-        """The ids that only images may have."""
+        """The ids that are reserved for images."""
         found = (value for name, value in self._config.items() if _RESERVED.fullmatch(name))
         return frozenset(value for value in found if isinstance(value, int))
 
     def ids(self, image: Image) -> Sequence[int]:
-        """What stands in place of the template's placeholder for one image.
+        """Return the ids that replace the template's placeholder for one image.
 
         Raises:
-            UsageError: it cannot be read, or the model cannot be shown it.
-            PrerequisiteError: what reads images is not installed.
+            UsageError: the image cannot be read, or the model does not accept it.
+            PrerequisiteError: a package that reads images is not installed.
         """
-        digest = hashlib.blake2b(image.data, digest_size=16).digest()  # what is decoded is the bytes alone
+        digest = hashlib.blake2b(image.data, digest_size=16).digest()
         with self._lock:
-            known = self._remembered.pop(digest, None)
+            known = self._cached.pop(digest, None)
         ids = self._computed(image) if known is None else known
         with self._lock:
-            self._remembered[digest] = ids  # as the one that was used last
-            while len(self._remembered) > _REMEMBERED:
-                del self._remembered[next(iter(self._remembered))]
+            self._cached[digest] = ids  # at the end: it was used last
+            while len(self._cached) > _CACHE_SIZE:
+                del self._cached[next(iter(self._cached))]
         return ids
 
     def _computed(self, image: Image) -> Sequence[int]:
@@ -87,8 +87,8 @@ class HFVision:
                 patches = int(self._images.get_number_of_image_patches(picture.height, picture.width, {}))
                 return (self._image_id,) * (patches // int(self._images.merge_size) ** 2)
             made = self._processor(text=[self.placeholder], images=[picture], add_special_tokens=False)
-        except ValueError as error:  # for instance a picture that is far wider than it is high
-            raise UsageError(f"The model in {self._path} cannot be shown {image.label}: {error}") from error
+        except ValueError as error:  # for instance an image that is far wider than high
+            raise UsageError(f"The model in {self._path} does not accept {image.label}: {error}") from error
         return tuple(map(int, made["input_ids"][0]))
 
     @cached_property
@@ -102,21 +102,21 @@ class HFVision:
 
     @cached_property
     def _images(self) -> Any:
-        """The image processor; the one on Pillow, so that no other package has a say in the pixels."""
+        """The image processor that uses Pillow, so that no other installed package changes the pixels."""
         if importlib.util.find_spec("PIL") is None:
-            raise PrerequisiteError(f"Images are read by Pillow, not installed here: {install_command('images')}")
+            raise PrerequisiteError(f"Images are read with Pillow, which is not installed: {install_command('images')}")
         try:
             return AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
                 self._path, local_files_only=True, backend="pil"
             )
         except (OSError, ValueError, ImportError) as error:
             raise PrerequisiteError(
-                f"The model in {self._path} sees images, but has no image processor that can be used here: {error}"
+                f"The model in {self._path} takes images, but its image processor cannot be loaded: {error}"
             ) from error
 
     @cached_property
     def _processor(self) -> Any:
-        """What writes an image's tokens; None where they are but one placeholder for each cell of a grid."""
+        """The processor that writes an image's tokens; None if they are only one placeholder per cell of a grid."""
         if hasattr(self._images, "merge_size") and "image_token_id" in self._config:
             return None
         try:
@@ -125,16 +125,16 @@ class HFVision:
             )
         except (OSError, ValueError, ImportError) as error:
             raise PrerequisiteError(
-                f"The model in {self._path} sees images, but has no processor that can be used here: {error} Where "
-                "it takes videos, too, it needs torchvision: pip install torchvision"
+                f"The model in {self._path} takes images, but its processor cannot be loaded: {error} If it "
+                "also takes videos, it needs torchvision: pip install torchvision"
             ) from error
 
 
 def _decoded(image: Image) -> Any:
-    """The picture as Pillow has it, the right side up.
+    """Return the image as a Pillow image, upright.
 
     Raises:
-        UsageError: it cannot be read, or has too many pixels.
+        UsageError: the image cannot be read, or has too many pixels.
     """
     from PIL import ImageOps
 
@@ -142,4 +142,4 @@ def _decoded(image: Image) -> Any:
     try:
         return ImageOps.exif_transpose(picture).convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:
-        raise UsageError(f"{image.label} cannot be read as a picture: {error}.") from error
+        raise UsageError(f"{image.label} cannot be read as an image: {error}.") from error

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def load_policy(model: str | Path, **settings: Any) -> EmbeddedPolicy:
-    """Load a model as a policy in this process; ``settings`` are those of `EmbeddedPolicy.load`.
+    """Load a model as a policy in this process. ``settings`` are the arguments of `EmbeddedPolicy.load`.
 
     Raises:
         PrerequisiteError: torch or transformers is not installed, or the model cannot be fetched.

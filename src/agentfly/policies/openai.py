@@ -36,7 +36,7 @@ _TOO_LONG = re.compile(
 """Error texts for conversations that are too long: OpenAI, vLLM, SGLang, llama.cpp, TGI, Gemini, Mistral."""
 
 _CUT = frozenset({"length", "max_tokens", "model_length", "content_filter"})
-_BROKEN_OFF = frozenset({"abort", "error", "insufficient_system_resource"})
+_ABORTED = frozenset({"abort", "error", "insufficient_system_resource"})
 
 _LEAST, _ROUNDING = 1e9, 1e-3
 """No log-prob is below minus the first, nor above the second, by which rounding may lift one above 0."""
@@ -48,14 +48,14 @@ _SETTINGS = {"call_timeout_s": 1800.0, "read_timeout_s": 600.0, "max_concurrency
 class OpenAIPolicy:
     """A chat policy for any OpenAI-compatible endpoint: vLLM, llama.cpp, TGI, a provider's API.
 
-    ``OpenAIPolicy("http://localhost:8000/v1")``, or with a spec: ``OpenAIPolicy(ModelAPISpec(…))``. Limits, retries and
-    credentials are those of the spec. Its trajectories can be trained on only if the endpoint reports the exact token
-    ids and log-probs, as vLLM does, and samples at temperature 1 without cuts. Otherwise it is not known which
-    distribution the server's log-probs belong to.
+    ``OpenAIPolicy("http://localhost:8000/v1")``, or with a spec: ``OpenAIPolicy(ModelAPISpec(…))``. The spec sets
+    limits, retries and credentials. Trajectories can be trained on only if the endpoint reports the exact token ids and
+    log-probs, as vLLM does, and samples at temperature 1 without cuts. Otherwise the distribution behind the reported
+    log-probs is not known.
 
     Args:
         base_url: the base URL of the endpoint, or a complete spec.
-        model: the model's name at the endpoint; None for the only one that it serves.
+        model: the model's name at the endpoint; None if it serves only one.
         token_ids: whether to request token ids, which some endpoints refuse; None requests them from vLLM only.
         omit: parameters to leave out because the endpoint refuses them, such as ``temperature``.
         send_reasoning: whether the reasoning of earlier turns is sent back, as some models require.
@@ -84,9 +84,11 @@ class OpenAIPolicy:
         if isinstance(omit, str) or not isinstance(omit, Collection):
             raise ConfigError(f"OpenAIPolicy(omit={omit!r:.100}): write a list of parameters, such as ['temperature'].")
         if isinstance(base_url, ModelAPISpec) and (model is not None or settings):
-            raise ConfigError("OpenAIPolicy(spec): the spec says everything; write the model and settings into it.")
+            raise ConfigError(
+                "OpenAIPolicy(spec) takes no model and no settings beside the spec; write them into the spec."
+            )
         _require_fields(settings)
-        # A stand-in for the name, until the endpoint has told it, lets the rest of the spec be checked now.
+        # A placeholder for the name, until the endpoint reports it, so that the rest of the spec is checked now.
         self._spec = (
             base_url
             if isinstance(base_url, ModelAPISpec)
@@ -104,7 +106,7 @@ class OpenAIPolicy:
         """The model's name at the endpoint.
 
         Raises:
-            UsageError: it is still to be found out; enter the policy first.
+            UsageError: no name was given, and the policy is not entered yet, which asks the endpoint.
         """
         if self._find_model and self._api is None:
             raise UsageError("The endpoint is asked for its model when the policy is entered: async with policy: …")
@@ -130,21 +132,21 @@ class OpenAIPolicy:
     ) -> ChatGeneration:
         """Generate the answer to a conversation. Cancelling the call closes its connection.
 
-        A tool call whose arguments are not a JSON object has an error for the model instead. A turn that a limit cut
-        has no tool calls.
+        If the arguments of a tool call are not a JSON object, the call carries an error for the model. A turn that a
+        limit cut has no tool calls.
 
         Raises:
             PromptTooLong: the endpoint reports that the conversation leaves no room for an answer.
             ModelAPIError: the call and its retries failed; see `ModelAPI.chat`.
             PolicyError: the endpoint aborted the generation.
-            TokenInvariantError: the reported ids are not all sampled ids.
+            TokenInvariantError: the endpoint reports fewer ids than it sampled.
         """
         wire = list(_wire_messages(messages, send_reasoning=self._send_reasoning))
         parameters = self._parameters(tools, sampling)
         try:
             completion = await self._ask(wire, parameters)
         except PromptTooLong:
-            # It may be the prompt and the limit together that are too much. Without a limit the answer takes the rest.
+            # Perhaps only the prompt and the limit together are too long. Without a limit the answer takes the rest.
             if self._limit not in parameters:
                 raise
             del parameters[self._limit]
@@ -152,11 +154,11 @@ class OpenAIPolicy:
         return self._read(completion, sampling)
 
     async def __aenter__(self) -> Self:
-        """Open the policy, and ask the endpoint for settings that are not given.
+        """Open the policy, and find out the model's name and kind of server if they are not given.
 
         Raises:
             PrerequisiteError: an environment variable with a credential is missing.
-            ConfigError: the endpoint serves several models, and none is named.
+            ConfigError: the endpoint serves several models, and ``model`` is not given.
             ModelAPIError: the list of its models could not be read.
         """
         if self._find_model or self._token_ids is None:
@@ -184,7 +186,7 @@ class OpenAIPolicy:
                 names = read_models(answer)
             except APIMalformed as error:
                 if self._find_model:
-                    raise APIMalformed(f"What {spec.base_url}/models answered {error}") from None
+                    raise APIMalformed(f"The answer of {spec.base_url}/models {error}") from None
                 return
             except ModelAPIError:
                 if self._find_model:
@@ -193,8 +195,8 @@ class OpenAIPolicy:
         if self._find_model:
             if len(names) != 1:
                 raise ConfigError(
-                    f"{spec.base_url} serves {len(names)} models{': ' if names else ''}{', '.join(names[:20])}. Say "
-                    "which one is meant: OpenAIPolicy(url, 'name'), or policy.model=name."
+                    f"{spec.base_url} serves {len(names)} models{': ' if names else ''}{', '.join(names[:20])}. Name "
+                    "one: OpenAIPolicy(url, 'name'), or policy.model=name."
                 )
             self._spec = ModelAPISpec(**{**_fields_of(spec), "model": names[0]})
         if self._token_ids is None:
@@ -206,10 +208,10 @@ class OpenAIPolicy:
         try:
             return await self._api.chat(messages, **parameters)
         except APIRefused as refusal:
-            said = str(refusal)
-            if refusal.status == 413 or (refusal.status in (400, 422) and _TOO_LONG.search(said)):
-                raise PromptTooLong(said) from refusal
-            if self._limit not in parameters or "Use 'max_completion_tokens'" not in said:
+            reason = str(refusal)
+            if refusal.status == 413 or (refusal.status in (400, 422) and _TOO_LONG.search(reason)):
+                raise PromptTooLong(reason) from refusal
+            if self._limit not in parameters or "Use 'max_completion_tokens'" not in reason:
                 raise
         parameters["max_completion_tokens"] = parameters.pop(self._limit)
         self._limit = "max_completion_tokens"  # OpenAI's newer models know the limit by this name only
@@ -231,19 +233,19 @@ class OpenAIPolicy:
 
     def _read(self, completion: ChatCompletion, sampling: SamplingParams) -> ChatGeneration:
         reason = (completion.finish_reason or "").lower()
-        if reason in _BROKEN_OFF:
-            raise PolicyError(f"{self._spec.model} at {self._spec.base_url} broke an answer off ({reason}).")
+        if reason in _ABORTED:
+            raise PolicyError(f"{self._spec.model} at {self._spec.base_url} aborted an answer ({reason}).")
         usage = completion.usage
         used = usage.completion_tokens if usage is not None else 0
         cut = reason in _CUT or (not reason and used >= sampling.max_tokens)  # not all say why they ended
         finish: Literal["stop", "length"] = "length" if cut else "stop"
         choice = completion.raw["choices"][0]
-        said = choice["message"]
-        reasoning = said.get("reasoning_content") or said.get("reasoning")
+        message = choice["message"]
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
         prompt_ids, ids, logprobs = _tokens(completion, choice)
         distorted = sampling.temperature != 1.0 or sampling.top_p < 1.0 or sampling.top_k > 0
         return ChatGeneration(
-            content=completion.text or str(said.get("refusal") or ""),
+            content=completion.text or str(message.get("refusal") or ""),
             calls=() if finish == "length" else tuple(map(_tool_call, completion.tool_calls)),
             finish_reason=finish,
             reasoning=reasoning if isinstance(reasoning, str) else None,
@@ -299,36 +301,36 @@ def _arguments(text: str) -> tuple[dict[str, Any] | None, str | None]:
         return value, None
     wrote = text if len(text) <= 800 else f"{text[:400]} [… {len(text) - 800} characters left out …] {text[-400:]}"
     return None, (
-        "This tool call was not executed, because its arguments are no JSON object: "
+        "This tool call was not executed, because its arguments are not a JSON object: "
         f"{wrong}. Write them as an object, for instance {{}} for none. You wrote: {wrote}"
     )
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _tokens(completion: ChatCompletion, choice: Json) -> tuple[list[int] | None, list[int] | None, list[float] | None]:
     """Return the ids of the prompt, the sampled ids and their log-probs, if the endpoint reports them.
 
     Raises:
-        TokenInvariantError: by its own count, the endpoint sampled more ids than it reports.
+        TokenInvariantError: the endpoint's count of sampled tokens differs from the number of ids.
     """
     prompt_ids, ids = completion.raw.get("prompt_token_ids"), choice.get("token_ids")
     if not _are_ids(prompt_ids) or not _are_ids(ids):
         return None, None, None
     if completion.usage is not None and completion.usage.completion_tokens != len(ids):
         raise TokenInvariantError(
-            f"The endpoint sent the ids of {len(ids)} tokens where by its own count it sampled "
-            f"{completion.usage.completion_tokens}; refusing them. Do not ask for ids: OpenAIPolicy(token_ids=False)."
+            f"The endpoint sent the ids of {len(ids)} tokens, but reports "
+            f"{completion.usage.completion_tokens} sampled tokens. Set OpenAIPolicy(token_ids=False) to do without ids."
         )
     return prompt_ids, ids, _logprobs(choice, len(ids))
 
 
 def _logprobs(choice: Json, count: int) -> list[float] | None:
-    """The log-probs of so many sampled tokens; None where they are not told, or are none."""
-    told = choice.get("logprobs")
-    found = told.get("content") if isinstance(told, Mapping) else None
+    """Return the log-probs of ``count`` sampled tokens; None if they are missing or invalid."""
+    reported = choice.get("logprobs")
+    found = reported.get("content") if isinstance(reported, Mapping) else None
     if not isinstance(found, list) or len(found) != count:
         return None
     logprobs: list[Any] = [one.get("logprob") if isinstance(one, Mapping) else None for one in found]

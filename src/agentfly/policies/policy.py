@@ -14,7 +14,7 @@ from agentfly.core.numbers import is_finite_number, is_whole, require_number, re
 
 
 class Vision(Protocol):
-    """How images are shown to a model: as placeholder tokens that its image encoder fills."""
+    """Shows images to a model, as placeholder tokens that its image encoder fills."""
 
     @property
     def placeholder(self) -> str:
@@ -27,7 +27,7 @@ class Vision(Protocol):
         ...
 
     def ids(self, image: Image) -> Sequence[int]:
-        """Return the ids that replace the template's placeholder for one image: as many as the encoder fills.
+        """Return the ids that replace the template's placeholder for one image, one for each vector of the encoder.
 
         Raises:
             UsageError: the image cannot be read.
@@ -43,7 +43,7 @@ def image_token_ids(vision: Vision | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample.
+    """Parameters of the sampling of one generation.
 
     Attributes:
         temperature: divides the logits; 0 takes the most likely token.
@@ -53,8 +53,8 @@ class SamplingParams:
         stop_ids: token ids that end a generation; the sampled one is returned as the last id.
         seed: makes one generation repeatable if the policy supports it; None uses the policy's own random numbers.
         suppressed_ids: token ids that are never sampled, for instance those reserved for images.
-        priority: generations of a higher priority go first if they have to wait and the policy supports it. It does
-            not change the sampled tokens.
+        priority: waiting generations of a higher priority start first, if the policy supports it. It does not change
+            the sampled tokens.
 
     Raises:
         ConfigError: a value is not a number or is out of its range.
@@ -155,7 +155,7 @@ class Tokenizer(Protocol):
 
     @property
     def vision(self) -> Vision | None:
-        """Which tokens stand for an image; None where the model sees none."""
+        """How images are shown to the model; None if it takes none."""
         ...
 
     def apply_chat_template(
@@ -277,7 +277,7 @@ class ChatGeneration(Brief):
 
 @runtime_checkable
 class ChatPolicy(Protocol):
-    """Takes messages and returns one, for models whose tokens are not visible. Its owner enters it like a `Policy`."""
+    """Takes messages and returns one, for models without visible tokens. Its owner enters it like a `Policy`."""
 
     async def chat(
         self,

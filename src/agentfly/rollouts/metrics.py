@@ -106,7 +106,7 @@ def occupancy_metrics(before: Mapping[str, Occupancy], after: Mapping[str, Occup
 
     The values are seconds summed over the instances of each spec's label: ``alive``, the part of it that was ``held``
     by rollouts, and the part of that which was ``busy`` running something. For a pool that is held much and busy
-    little, ``idle="freeze"`` saves processor time, and more capacity makes a run faster rather than faster tools.
+    little, ``idle="freeze"`` saves processor time. More capacity, not faster tools, then makes the run faster.
     """
     metrics = {}
     for label, total in sorted(after.items()):

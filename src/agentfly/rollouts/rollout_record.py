@@ -55,18 +55,18 @@ def fingerprint(value: Any) -> str:
     return _FINGERPRINT + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def describe_differences(saved: Mapping[str, Any], now: Mapping[str, Any], whose: str = "") -> Iterator[str]:
+def describe_differences(saved: Mapping[str, Any], now: Mapping[str, Any], owner: str = "") -> Iterator[str]:
     """Yield a message for each setting that differs, with both values.
 
     Args:
         saved, now: the settings by name.
-        whose: prefix of the names in messages, for instance ``the agent's``.
+        owner: prefix of the names in messages, for instance ``the agent's``.
     """
     for name in {**saved, **now}:
         before, after = saved.get(name), now.get(name)
         if before == after:
             continue
-        called = f"{whose} {name}" if whose else name
+        called = f"{owner} {name}" if owner else name
         if any(isinstance(value, str) and value.startswith(_FINGERPRINT) for value in (before, after)):
             yield f"{called} {'is new' if before is None else 'is missing' if after is None else 'has changed'}"
         else:

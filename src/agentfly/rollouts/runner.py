@@ -61,7 +61,7 @@ def require_agent(agent: object) -> None:
 
 
 class BatchSettings(TypedDict, total=False):
-    """How a batch of rollouts is run.
+    """Settings of a batch of rollouts.
 
     Attributes:
         attempts: number of rollouts per task; they form a group. 1 if not given.
@@ -108,17 +108,17 @@ class Runner:
         engine: schedules the resources; created if not given.
         reward: scores the finished rollouts; without one, the sum of the tools' rewards is the score.
         events: where events go.
-        max_concurrent_rollouts: how many rollouts run at a time at most; if not given, as many as keep the policy busy
-            and fit into memory. The others wait their turn, in order, and also while those that run wait for resources
-            (see `Admission`).
-        max_concurrent_starts: how many resources may be starting at once, as of `ResourceEngine`, for an engine that is
-            made here.
-        strategy: how turns become token sequences: ``"chain"``, one that grows as long as the conversation does, or
-            ``"step"``, one for each turn.
-        subagent_policies: what subagents with another model speak by, by the model; made of it if not given. What these
-            sample is not trained.
-        max_failure_rate: a batch stops once more than this share of it, or of the rollouts that ended last, failed for
-            infrastructure's reasons (see `FailureBudget`).
+        max_concurrent_rollouts: maximum number of running rollouts; if not given, as many as keep the policy busy and
+            fit into memory. Other rollouts wait in order. They also wait while running ones wait for resources (see
+            `Admission`).
+        max_concurrent_starts: maximum number of resources that start at the same time, for an engine that the runner
+            creates (see `ResourceEngine`).
+        strategy: how turns become token sequences. ``"chain"`` continues one sequence as long as the conversation
+            grows; ``"step"`` begins a new one at each turn.
+        subagent_policies: policies of subagents with another model, by the model; created from it if not given. Their
+            tokens are not trained on.
+        max_failure_rate: a batch stops once the share of infrastructure failures, among all its rollouts or among the
+            last ones, exceeds this rate (see `FailureBudget`).
 
     Raises:
         UsageError: ``agent`` is not an `Agent`, ``reward`` is not a reward, or a policy is not a policy.
@@ -225,7 +225,7 @@ class Runner:
         return self._admission.meter.read()
 
     def _warn_of_limit(self, admission: Admission) -> None:
-        """Warn if the limit on concurrent rollouts alone delayed others for a good part of the time."""
+        """Warn if the limit on concurrent rollouts alone delayed rollouts for a large part of the time."""
         found, at_policy = admission.meter.read(), admission.generations
         share = found.blocked_fraction(BlockReason.LIMIT)
         if (

@@ -1,9 +1,9 @@
 """Rendering of trajectories as token ids of a model that did not sample them.
 
-An oracle, or another model behind an endpoint, gives no token ids of the model that learns from it. Its conversation is
-rendered with the same chat format, strategy and recorder as in a rollout. Each turn gets the ids with which the model
-would write it. So prompts, breaks and masks equal those of the model's own rollout: the mask is 1 exactly on the turns,
-their ends included.
+An oracle, or another model behind an endpoint, does not produce token ids of the model that learns from it. Its
+conversation is rendered with the same chat format, strategy and recorder as in a rollout. Each turn gets the ids with
+which the model would write it. So prompts, breaks and masks equal those of the model's own rollout: the mask is 1
+exactly on the turns, their ends included.
 
 Token limits do not apply to a script, because it samples no tokens. `TokenRequirement` says whether a model could
 generate the same within the agent's limits.

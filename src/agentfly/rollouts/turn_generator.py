@@ -11,7 +11,7 @@ from agentfly.agents.agent import Agent
 from agentfly.core.errors import ChatFormatError, ConversationRefused, PromptTooLong, TokenInvariantError
 from agentfly.core.messages import Message, ToolCall, images_of
 from agentfly.formats.chat.chat_format import ChatFormat, ParsedReply, RenderedTokens
-from agentfly.formats.chat.prefix_stability import without_words
+from agentfly.formats.chat.prefix_stability import without_own_text
 from agentfly.formats.toolcalls.tool_call_format import call_id, message_with_calls
 from agentfly.policies.policy import ChatGeneration, ChatPolicy, Generation, Policy, SamplingParams
 from agentfly.rollouts.token_recorder import SequenceStrategy, TokenRecorder, TokenSpan
@@ -200,7 +200,7 @@ class TokenTurnGenerator:
         if not self._recorder.sampled_count:
             return error
         try:
-            self._chat.render_prompt(without_words(view), self._agent.tools_for_template)
+            self._chat.render_prompt(without_own_text(view), self._agent.tools_for_template)
         except ChatFormatError:
             return error
         return ConversationRefused(

@@ -106,7 +106,7 @@ def _changes_tests(name: str) -> bool:
 SLACK_S = 30.0
 """Seconds beyond the time for the tests that starting and ending them may take."""
 
-MOST_SAID = 64 * 2**20
+MAX_OUTPUT_BYTES = 64 * 2**20
 """Bytes that the supervisor may say."""
 
 _CANARY_WORDS = ("again", "twice", "once_more", "in_order", "at_the_end", "of_nothing", "by_itself", "as_before")
@@ -233,7 +233,7 @@ class _TestRun:
             raise PrerequisiteError(
                 f"tests_pass(): the box for the tests has no {self.python} that imports pytest"
                 f"{' and ' + ', '.join(self.plugins) if self.plugins else ''}. Use an image that has them, or mount a "
-                f"directory with them and name it in packages=. It said: {str(tried)[-300:]}"
+                f"directory with them and name it in packages=. Its output: {str(tried)[-300:]}"
             )
 
     async def carried_out(self, box: Container, work: AgentFiles, seconds: float) -> TestReport:
@@ -247,9 +247,9 @@ class _TestRun:
         secret, key = secrets.token_hex(16), secrets.token_hex(16)
         canaries = [_canary(self.names, self.tests) for _ in range(2)]
         await work.upload_to(box)
-        laid = {**self.tests, **{canary.path: canary.text for canary in canaries}}
-        await _remove_conflicting_paths(box, laid)
-        for path, content in laid.items():
+        written = {**self.tests, **{canary.path: canary.text for canary in canaries}}
+        await _remove_conflicting_paths(box, written)
+        for path, content in written.items():
             await box.write_file(path, content)
         files = dict.fromkeys(name.partition("::")[0] for name in self.names)
         order = {
@@ -275,12 +275,14 @@ class _TestRun:
         await box.write_file(f"{place}/order.json", json.dumps(order))
         started = time.monotonic()
         command = f"{self.python} -I -B {place}/harness.py supervise {place}/order.json"
-        ended = await box.run(command, timeout=seconds + SLACK_S, new_process=True, max_output=MOST_SAID)
-        said = [line for line in ended.stdout.splitlines() if line.startswith(f"{secret} ")]
-        if len(said) != 1:
+        ended = await box.run(command, timeout=seconds + SLACK_S, new_process=True, max_output=MAX_OUTPUT_BYTES)
+        report_lines = [line for line in ended.stdout.splitlines() if line.startswith(f"{secret} ")]
+        if len(report_lines) != 1:
             output = str(ended)[-pytest_harness.MOST_OUTPUT :]
             return all_failed(self.names, "What ran the tests was ended.", output, time.monotonic() - started)
-        return read_report(json.loads(said[0].partition(" ")[2]), self.names, [one.name for one in canaries], key)
+        return read_report(
+            json.loads(report_lines[0].partition(" ")[2]), self.names, [one.name for one in canaries], key
+        )
 
 
 @dataclass(frozen=True)
@@ -301,16 +303,16 @@ def _canary(names: Sequence[str], tests: Mapping[str, str | bytes]) -> _Canary:
     return _Canary(path, f"{path}::{function}", f"def {function}():\n    assert {one} == {one + 1}\n")
 
 
-async def _remove_conflicting_paths(box: Container, laid: Mapping[str, object]) -> None:
+async def _remove_conflicting_paths(box: Container, files: Mapping[str, object]) -> None:
     """Remove what the work has in place of hidden files, and of the directories that these are in."""
     commands = []
-    parents = {str(parent) for path in laid for parent in PurePosixPath(path).parents if str(parent) != "."}
+    parents = {str(parent) for path in files for parent in PurePosixPath(path).parents if str(parent) != "."}
     for parent in sorted(parents, key=len):  # a link goes before anything is looked for behind it
         quoted = shlex.quote(parent)
         commands.append(
             f"if [ -L {quoted} ] || {{ [ -e {quoted} ] && [ ! -d {quoted} ]; }}; then rm -f -- {quoted}; fi"
         )
-    commands += [f"rm -rf -- {shlex.quote(path)}" for path in laid]
+    commands += [f"rm -rf -- {shlex.quote(path)}" for path in files]
     await box.run("\n".join(commands), new_process=True)
 
 

@@ -1,1 +1,1 @@
-"""Chat formats: messages as token ids, and what is rendered after a generation."""
+"""Chat formats: how messages are rendered as token ids, and what is rendered after a generation."""

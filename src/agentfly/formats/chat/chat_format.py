@@ -1,4 +1,4 @@
-"""ChatFormat: how a conversation becomes an append-only sequence of token ids, with placeholder tokens for images."""
+"""ChatFormat: renders a conversation as a sequence of token ids that only grows, with placeholder tokens for images."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ History = Literal["keep", "rewrite"]
 
 @dataclass(frozen=True, slots=True)
 class RenderedTokens:
-    """A stretch of a conversation as ids, none of them sampled.
+    """A rendered part of a conversation, none of whose ids is sampled.
 
     Attributes:
         ids: token ids.
-        images: the images in it; the places are within ``ids``.
+        images: the images in it, with their positions within ``ids``.
     """
 
     ids: Sequence[int]
@@ -50,7 +50,7 @@ class ParsedReply:
 
 
 class ChatFormat(Protocol):
-    """Renders what is not sampled, and reads what is: the first prompt, what follows each generation, the replies."""
+    """Renders the first prompt and the messages after each generation, and parses the generations."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ class ChatFormat(Protocol):
         ...
 
     def render_prompt(self, messages: Sequence[Message], tools: ToolDefinitions = ()) -> RenderedTokens:
-        """Render a whole conversation, with the header of the assistant's turn at its end.
+        """Render a whole conversation, ending with the header of the assistant's turn.
 
         Args:
             messages: the conversation.
@@ -94,12 +94,12 @@ class ChatFormat(Protocol):
 
 
 def expand_image_placeholders(ids: Sequence[int], messages: Sequence[Message], tokenizer: Tokenizer) -> RenderedTokens:
-    """Rendered ids with the images of the messages that were rendered, each in place of its placeholder.
+    """Replace each placeholder that the template wrote for an image by the image's ids. Return the ids with the images.
 
-    The placeholders are the template's own: text that spells one is text, and does not count.
+    Only the template's own placeholders count. Text that spells a placeholder is ordinary text.
 
     Raises:
-        ChatFormatError: there are images and the model sees none, or the template has not written one placeholder for
+        ChatFormatError: there are images and the model takes none, or the template did not write one placeholder for
             each of them.
     """
     images = [image for message in messages for image in images_of(message["content"])]
@@ -119,17 +119,18 @@ def expand_image_placeholders(ids: Sequence[int], messages: Sequence[Message], t
     return _put_in(ids, placeholder, [(image, vision.ids(image)) for image in images])
 
 
-def require_no_images(messages: Sequence[Message], whom: str) -> None:
-    """Raise unless the messages are text only.
+def require_no_images(messages: Sequence[Message], recipient: str) -> None:
+    """Check that the messages are text only.
 
     Raises:
-        ChatFormatError: one of them holds an image, which would be left out without a word.
+        ChatFormatError: a message contains an image, which would be left out silently.
     """
     for message in messages:
         if images := images_of(message["content"]):
             raise ChatFormatError(
-                f"A message of the role {message['role']!r} holds {images[0].label}, and it would go to {whom}. Leave "
-                "images out of the task and of what tools return, or use a model with eyes and its own template."
+                f"A message of the role {message['role']!r} holds {images[0].label}, and it would go to {recipient}. "
+                "Leave images out of the task and of tool results, or use a model that takes images with its own "
+                "template."
             )
 
 

@@ -1,8 +1,9 @@
-"""Rendering of conversations to token ids such that no text from tasks, tools or users becomes a control token.
+"""Control tokens: rendering of conversations such that no text from tasks, tools or users becomes a control token.
 
 A chat template mixes its own control tokens with text. Before rendering, a mark is inserted into every control token,
-or part of one, in the text. A part matters because the template may complete it: one that writes ``<parameter=`` before
-an argument's name and ``>`` after it would make the token ``</think>`` from an argument named ``x</think``.
+or part of one, in the text. A part matters because the template may complete it. For example, a template may write
+``<parameter=`` before an argument's name and ``>`` after it. An argument named ``x</think`` would then make the token
+``</think>``.
 
 The rendered text is split at the remaining control tokens, which are the template's own. The marks are removed from the
 pieces between them, and the pieces are encoded as ordinary text.
@@ -39,10 +40,10 @@ Value = TypeVar("Value")
 
 
 class ControlTokenEscaper:
-    """Breaks control tokens, and parts of them at the ends of texts, by marks.
+    """Inserts marks into control tokens in texts, and into parts of them at the ends of texts.
 
     Args:
-        tokens: the control tokens that no text may hold or complete.
+        tokens: the control tokens that no text may contain or complete.
     """
 
     def __init__(self, tokens: Collection[str]) -> None:
@@ -54,7 +55,7 @@ class ControlTokenEscaper:
         self._short = lru_cache(_REMEMBERED)(self._with_marks)
 
     def escape_text(self, text: str) -> str:
-        """Return a text with marks that break control tokens; the same object if there is nothing to break.
+        """Return a text with marks in its control tokens; the same object if there is nothing to escape.
 
         The two characters that rendering uses as marks become U+FFFD.
         """
@@ -71,7 +72,7 @@ class ControlTokenEscaper:
         return self._with_broken_ends(text)
 
     def escape_json(self, value: Any) -> Any:
-        """Any value of JSON, the keys of mappings included."""
+        """Escape all texts of a JSON value, including the keys of mappings."""
         if isinstance(value, str):
             return self.escape_text(value)
         if isinstance(value, Mapping):
@@ -81,11 +82,11 @@ class ControlTokenEscaper:
         return value
 
     def escape_definition(self, value: Value, *, names: bool = False) -> Value:
-        """Escape a tool description or message: its texts, and keys that a user chose.
+        """Escape a tool description or message: its texts, and the keys that a user chose.
 
         Args:
             value: any JSON value.
-            names: whether the keys were chosen by a user.
+            names: whether a user chose the keys.
         """
         if isinstance(value, str):
             return cast(Value, self.escape_text(value))
@@ -96,7 +97,7 @@ class ControlTokenEscaper:
         return value
 
     def escape_calls(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The calls of an assistant's turn: all that the model has chosen in them is text."""
+        """Escape the calls of an assistant's turn: everything that the model chose in them."""
         return [
             {
                 name: {part: self.escape_json(own) for part, own in value.items()}
@@ -118,7 +119,7 @@ class ControlTokenEscaper:
         return self.escape_definition(value, names=not named and key in _NAMED)
 
     def _broken(self, word: str) -> str:
-        """A word that templates know, where it is not a control token."""
+        """Escape a word of the message format, unless it is one without a control token."""
         return (
             self.escape_text(word)
             if self._pattern.search(word) is not None or ESCAPE_MARK in word or SLOT_MARK in word
@@ -126,7 +127,7 @@ class ControlTokenEscaper:
         )
 
     def _with_broken_ends(self, text: str) -> str:
-        """Marks at the ends of a text, inside of white space there, where template and text could make a token."""
+        """Insert marks at the ends of a text, inside its white space, if the template could complete a token."""
         inner = text.strip()
         if not inner:
             return text
@@ -143,9 +144,9 @@ class ControlTokenEscaper:
 
 
 def pattern_of(tokens: Collection[str]) -> re.Pattern[str]:
-    """Finds any of the tokens, the longest where several begin at one place.
+    """Return a pattern that finds any of the tokens, the longest if several begin at a position.
 
-    What tokens have in common at their beginnings is looked at once: some vocabularies have hundreds.
+    Common beginnings of tokens are compared once, because some vocabularies have hundreds of control tokens.
     """
     tree: dict[str, Any] = {}
     for token in tokens:
@@ -157,7 +158,7 @@ def pattern_of(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 def _alternatives(node: dict[str, Any]) -> str:
-    """The expression of what follows in a tree of characters, in which an empty one is an end."""
+    """Return the pattern for the rest of the tokens below a node of their prefix tree. An empty node is an end."""
     parts = [re.escape(character) + _alternatives(below) for character, below in node.items() if character]
     if not parts:
         return ""
@@ -168,12 +169,12 @@ def _alternatives(node: dict[str, Any]) -> str:
 def escape_messages(
     messages: Sequence[Message], of_others: ControlTokenEscaper, of_replies: ControlTokenEscaper
 ) -> list[Message]:
-    """Messages with marks. The argument stays unchanged, and a message without anything to break stays as it is.
+    """Return messages with marks. The argument is not changed. A message without anything to escape is returned as is.
 
     Args:
         messages: the messages.
-        of_others: breaks what others than assistants say, and the calls of assistants.
-        of_replies: breaks what assistants say.
+        of_others: escapes everything except the text of assistants, whose calls it also escapes.
+        of_replies: escapes the text of assistants.
     """
     return [_disarmed(message, of_others, of_replies) for message in messages]
 
@@ -204,7 +205,7 @@ MAX_CACHED_PIECES = 1000
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer, found in text, and broken in text that must not hold any."""
+    """The control tokens of a tokenizer: finds them in rendered text, and escapes them in other text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -215,23 +216,23 @@ class ControlTokens:
         self._known: dict[str, list[int]] = {}  # ids of the template's own pieces, which come again at every turn
 
     def allow_in_replies(self, tokens: Collection[str]) -> None:
-        """Make `escape` keep these tokens in assistants' text: those around reasoning and calls."""
+        """Do not escape these tokens in the text of assistants: those around reasoning and calls."""
         self._of_replies = ControlTokenEscaper([token for token in self._ids if token not in tokens])
 
     def escape(self, messages: Sequence[Message]) -> list[Message]:
-        """The same messages with marks in all their texts wherever these hold control tokens, or parts of some.
+        """Return the messages with marks in all control tokens, and parts of them, in their texts.
 
-        The argument stays unchanged. A message in which there is nothing to be broken is returned as it is. The two
-        characters that rendering needs for itself become U+FFFD.
+        The argument is not changed. A message without anything to escape is returned as it is. The two characters that
+        rendering uses as marks become U+FFFD.
         """
         return escape_messages(messages, self._of_others, self._of_replies)
 
     def escape_tools(self, tools: Sequence[Value]) -> list[Value]:
-        """The same for the descriptions of tools."""
+        """Return definitions of tools with marks in their texts; see `escape`."""
         return [self._of_others.escape_definition(tool) for tool in tools]
 
     def encode(self, rendered: str) -> list[int]:
-        """Ids of rendered text: control tokens as such, everything between them as ordinary text."""
+        """Encode rendered text: control tokens by their ids, and everything between them as ordinary text."""
         ids: list[int] = []
         takes_space = False
         for piece, control_id in self.pieces(rendered):
@@ -249,7 +250,7 @@ class ControlTokens:
         return ids
 
     def pieces(self, rendered: str) -> Iterator[tuple[str, int | None]]:
-        """The control tokens in rendered text with their ids, and the text between them with None."""
+        """Yield the control tokens in rendered text with their ids, and the texts between them with None."""
         start = 0
         for found in self._pattern.finditer(rendered):
             token, text = found[0], rendered[start : found.start()]
@@ -269,5 +270,5 @@ class ControlTokens:
         return None
 
     def in_text(self, rendered: str) -> list[str]:
-        """All control tokens in rendered text, in order."""
+        """Return all control tokens in rendered text, in order."""
         return self._pattern.findall(rendered)

@@ -27,9 +27,9 @@ def drift_from_whole(
 ) -> str | None:
     """Describe where ids differ from a rendering of the whole conversation; None if they do not.
 
-    In real rollouts a difference is normal, because sampled ids are seldom the encoding of their text. The function is
-    for conversations whose turns were encoded from text. It renders the whole conversation, so it costs more than a
-    turn.
+    In real rollouts a difference is normal, because the encoding of a sampled text often differs from the sampled ids.
+    The function is for conversations whose turns were encoded from text. It renders the whole conversation, so it costs
+    more than a turn.
 
     Args:
         chat: the format that rendered the ids.
@@ -59,7 +59,7 @@ def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
 
 @dataclass(frozen=True)
 class ProbeExchange:
-    """A turn of the assistant and the messages that answer it, as one kind of them looks in an agent's conversation."""
+    """An example of one kind of exchange: an assistant's turn and the messages that answer it."""
 
     turn: Message
     answers: tuple[Message, ...]
@@ -87,8 +87,8 @@ ANSWER_EXCHANGE = ProbeExchange(
 """A turn without calls, and what a user says to it."""
 
 
-def without_words(messages: Sequence[Message]) -> list[Message]:
-    """Return a conversation without the assistant's own text. Others wrote everything that is left."""
+def without_own_text(messages: Sequence[Message]) -> list[Message]:
+    """Return a conversation without the assistant's own text. Only text of agent, task and tools is left."""
     return [
         ANSWER_EXCHANGE.turn
         if message["role"] == "assistant"
@@ -100,13 +100,13 @@ def without_words(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_long_answers(exchange: ProbeExchange) -> ProbeExchange:
-    """The same with answers of several thousand characters, which some templates shorten once they are old."""
+    """Return the exchange with answers of several thousand characters, which some templates shorten later."""
     answers = [{**answer, "content": f"{text_of(answer['content'])} {_LENGTHY}"} for answer in exchange.answers]
     return ProbeExchange(exchange.turn, tuple(cast(list[Message], answers)))
 
 
-def with_words(exchange: ProbeExchange) -> ProbeExchange:
-    """The same with words of a user behind the answers, as memory adds them."""
+def with_user_text(exchange: ProbeExchange) -> ProbeExchange:
+    """Return the exchange with a user message after the answers, as memory adds it."""
     return ProbeExchange(exchange.turn, (*exchange.answers, *ANSWER_EXCHANGE.answers))
 
 
@@ -116,22 +116,22 @@ def degenerate_exchanges(exchanges: Sequence[ProbeExchange]) -> list[ProbeExchan
     The variants are: unparsable calls, which stay as text before their results; user text after the results, as memory
     adds it; and a turn with or without text before a user message.
     """
-    said, words = ANSWER_EXCHANGE.turn, ANSWER_EXCHANGE.answers[0]
-    kinds = [ANSWER_EXCHANGE, ProbeExchange({**said, "content": ""}, (words,))]
+    reply, question = ANSWER_EXCHANGE.turn, ANSWER_EXCHANGE.answers[0]
+    kinds = [ANSWER_EXCHANGE, ProbeExchange({**reply, "content": ""}, (question,))]
     for exchange in exchanges:
-        kinds += [exchange, ProbeExchange(said, exchange.answers)]
+        kinds += [exchange, ProbeExchange(reply, exchange.answers)]
         if exchange.answers[-1]["role"] == "tool":
-            kinds.append(with_words(exchange))
+            kinds.append(with_user_text(exchange))
     return kinds
 
 
 def require_renderable(
     turns: TemplateRenderer, exchanges: Sequence[ProbeExchange], tools: ToolDefinitions, system: Message | None = None
 ) -> None:
-    """Raise unless the template can write whole conversations of these exchanges and of their `degenerate_exchanges`.
+    """Check that the template can render conversations of these exchanges and of their `degenerate_exchanges`.
 
     Raises:
-        ChatFormatError: it refuses one, or leaves an answer out.
+        ChatFormatError: the template rejects one, or leaves an answer out.
     """
     for kind in degenerate_exchanges(exchanges):
         require_answers_rendered(turns.render(_conversation([kind, kind], system)[1], tools), kind)
@@ -145,20 +145,20 @@ def check_prefix_stable(
     *,
     count: int,
 ) -> None:
-    """Compare a conversation of such exchanges, one kind after the other, turn by turn and as a whole.
+    """Check that a conversation renders turn by turn as it renders as a whole. The kinds of exchanges take turns in it.
 
-    Where a turn begins, one of the two may be ahead: the header at the end of a conversation may open thoughts, and
-    a turn of the past may begin with what the model says itself, as it does when it is the last.
+    The two may differ at the beginning of a turn. The header at the end of a conversation may open the reasoning. A
+    past turn may begin with text that the model itself writes when the turn is the last.
 
     Args:
         turns: the template.
         exchanges: the kinds of exchanges.
-        tools: the tools, where the template is to describe them.
+        tools: the tools, if the template describes them.
         system: the system message, if there is one.
-        count: how many exchanges the conversation has. Some templates leave out or shorten what is far enough back.
+        count: number of exchanges of the conversation. Some templates leave out or shorten old ones.
 
     Raises:
-        ChatFormatError: they differ by more than thoughts, or something is left out.
+        ChatFormatError: the renderings differ in more than reasoning, or something is left out.
     """
     kinds = [_ProbedExchange.of(turns, exchange, tools, system) for exchange in exchanges]
     opening, conversation, numbers = _conversation(list(islice(cycle(exchanges), count)), system)
@@ -166,7 +166,7 @@ def check_prefix_stable(
     spans, end, by_turn = spans_of(whole), 0, turns.render(opening, tools)
     for number, kind in zip(numbers, cycle(kinds), strict=False):
         span = spans.get(number)
-        if span is None or not kind.words <= span.words:
+        if span is None or not kind.kinds <= span.kinds:
             raise _left_out(conversation, number)
         if not _agree(turns, whole[end : span.start], by_turn, kind.beginning):
             raise _difference(whole[end : span.start], by_turn)
@@ -177,17 +177,17 @@ def check_prefix_stable(
 
 @dataclass(frozen=True)
 class _ProbedExchange:
-    """A kind of exchange, and how a template writes it at the end of a short conversation.
+    """A kind of exchange, and how a template renders it at the end of a short conversation.
 
     Attributes:
-        beginning: what its turn begins with besides its header when it is the last.
-        answered: what stands behind its turn.
-        words: which words of its turn are written.
+        beginning: the start of its turn after the header, when the turn is the last.
+        answered: the text after its turn.
+        kinds: the parts of its turn that are rendered.
     """
 
     beginning: str
     answered: str
-    words: frozenset[SlotKind]
+    kinds: frozenset[SlotKind]
 
     @classmethod
     def of(
@@ -201,32 +201,32 @@ class _ProbedExchange:
         own = _own_beginning(turns, conversation[: number + 1], start, tools)
         answered = turns.render_continuation(exchange.answers, tools)
         require_answers_rendered(answered, exchange)
-        return cls(own, answered, spans_of(written)[number].words)
+        return cls(own, answered, spans_of(written)[number].kinds)
 
 
 def keeps_reasoning(
     turns: TemplateRenderer, exchange: ProbeExchange, tools: ToolDefinitions, system: Message | None, *, count: int
 ) -> bool:
-    """Whether the template keeps writing a turn's reasoning after the conversation has continued."""
+    """Return whether the template still renders a turn's reasoning after the conversation has continued."""
     thinking = ProbeExchange({**exchange.turn, "reasoning_content": "thought"}, exchange.answers)
     opening, conversation, _ = _conversation([thinking] * count, system)
-    asked = turns.places(conversation, len(opening))
+    asked = turns.slots(conversation, len(opening))
     written = spans_of(turns.render_with_slots(conversation, tools)).get(len(opening))
-    return not any("thought" in each for each in asked) or (written is not None and "thought" in written.words)
+    return not any("reasoning" in each for each in asked) or (written is not None and "reasoning" in written.kinds)
 
 
 def require_answers_rendered(rendered: str, exchange: ProbeExchange) -> None:
-    """Raise unless the answers are in a rendered text.
+    """Check that a rendered text contains the answers.
 
     Raises:
-        ChatFormatError: one of them is not.
+        ChatFormatError: an answer is missing.
     """
     for answer in exchange.answers:
         if text_of(answer["content"])[:_SEEN] not in rendered:
             raise ChatFormatError(
                 f"The model's chat template leaves out messages of the role {answer['role']!r}, so the model would "
-                "never see what its tools answer. Use a tool-call format whose results are user messages, for "
-                "instance 'action', or a model whose template knows the role."
+                "never see the results of its tools. Use a tool-call format whose results are user messages, for "
+                "instance 'action', or a model whose template supports the role."
             )
 
 
@@ -254,28 +254,28 @@ def _own_beginning(turns: TemplateRenderer, conversation: Sequence[Message], sta
 
 
 def _agree(turns: TemplateRenderer, in_whole: str, by_turn: str, own: str) -> bool:
-    thoughts = turns.shape.reasoning
-    header = thoughts.without_opening_marker(by_turn)
+    reasoning = turns.shape.reasoning
+    header = reasoning.without_opening_marker(by_turn)
     if in_whole.startswith(header):
-        return thoughts.without_markers(in_whole[len(header) :]) == thoughts.without_markers(own)
-    return header.startswith(in_whole) and not thoughts.without_markers(header[len(in_whole) :])
+        return reasoning.without_markers(in_whole[len(header) :]) == reasoning.without_markers(own)
+    return header.startswith(in_whole) and not reasoning.without_markers(header[len(in_whole) :])
 
 
 def _left_out(conversation: Sequence[Message], number: int) -> ChatFormatError:
     return ChatFormatError(
         "The model's chat template is not prefix-stable: in a conversation of "
-        f"{len(conversation)} messages it no longer writes all that the assistant said and called in message "
-        f"{number + 1}. Say Agent(history='rewrite') to begin a new sequence wherever it leaves something out, or use "
+        f"{len(conversation)} messages it no longer writes all text and calls of the assistant in message "
+        f"{number + 1}. Set Agent(history='rewrite') to begin a new sequence where it leaves something out, or use "
         "a template that keeps earlier turns as they are."
     )
 
 
 def _difference(in_whole: str, by_turn: str) -> ChatFormatError:
     return ChatFormatError(
-        "The model's chat template is not prefix-stable: it writes something else once the conversation goes on. As "
-        f"part of the whole: {_around_difference(in_whole, by_turn)}; turn by turn: "
-        f"{_around_difference(by_turn, in_whole)}. Say Agent(history='rewrite') to begin a new sequence wherever it "
-        "does, or use a template that keeps earlier turns as they are."
+        "The model's chat template is not prefix-stable: it writes past turns differently once the conversation "
+        f"continues. As part of the whole: {_around_difference(in_whole, by_turn)}; turn by turn: "
+        f"{_around_difference(by_turn, in_whole)}. Set Agent(history='rewrite') to begin a new sequence in this case, "
+        "or use a template that keeps earlier turns as they are."
     )
 
 

@@ -1,8 +1,8 @@
 """RenderersFormat: a hand-written chat format from the ``renderers`` package, verified when it is created.
 
-The package (https://pypi.org/project/renderers) holds formats of current models with details that no template gives:
-how to continue a turn without dropping its reasoning, and how to parse calls. Its renderings obey the same rules as all
-others here: ids only grow, and no text becomes a control token.
+The package (https://pypi.org/project/renderers) has formats of current models with details that no template contains:
+how to continue a turn without dropping its reasoning, and how to parse calls. The rules of all formats hold for its
+renderings, too: ids only grow, and no text becomes a control token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOT_BY_HAND = "default"
 
 
 def renderer_name(model: str) -> str | None:
-    """The package's name for a model's format; None if it has none, or is not installed."""
+    """Return the package's name for a model's format; None if it has none, or is not installed."""
     try:
         from renderers.base import MODEL_RENDERER_MAP
     except ImportError:
@@ -93,7 +93,7 @@ class RenderersFormat:
             self._require_answers(self._ids_of(conversation, tools), kind)
 
     def render_prompt(self, messages: Sequence[Message], tools: ToolDefinitions = ()) -> RenderedTokens:
-        """Render a whole conversation, with the header of the assistant's turn at its end."""
+        """Render a whole conversation, ending with the header of the assistant's turn."""
         require_no_images(messages, f"the format {self.name!r} of the renderers package")
         return RenderedTokens(self._ids_of(messages, tools))
 
@@ -123,16 +123,16 @@ class RenderersFormat:
         ids = list(bridged.token_ids)
         if ids[: len(known)] != known:
             raise ChatFormatError(
-                f"The format {self.name!r} of the renderers package changed what was sent and sampled when it went on "
-                "from it. Say Agent(chat_format='template') to use the model's own template."
+                f"The format {self.name!r} of the renderers package changed tokens that were sent or sampled when it "
+                "continued the conversation. Set Agent(chat_format='template') to use the model's own template."
             )
         return RenderedTokens(ids[len(known) :])
 
     def parse_reply(self, ids: Sequence[int]) -> ParsedReply:
         """Parse a generation, with its calls if the format described the tools."""
-        said = strip_end_of_turn(ids, self.stop_ids, self._control_ids)
-        text = self._tokenizer.decode(said)
-        known = ids if ids and ids[-1] in self._own_stops else said
+        generated = strip_end_of_turn(ids, self.stop_ids, self._control_ids)
+        text = self._tokenizer.decode(generated)
+        known = ids if ids and ids[-1] in self._own_stops else generated
         parsed = self._renderer.parse_response(list(known), tools=self._tools or None, prompt_ids=self._prompt_ids)
         calls = tuple(map(_call, range(len(parsed.tool_calls)), parsed.tool_calls)) if self._tools else None
         return ParsedReply(text, parsed.content, parsed.reasoning_content or None, calls, self._opened)
@@ -144,7 +144,7 @@ class RenderersFormat:
         except Exception as error:
             roles = ", ".join(message["role"] for message in messages)
             raise ChatFormatError(
-                f"The format {self.name!r} of the renderers package refuses a conversation of the roles {roles}: "
+                f"The format {self.name!r} of the renderers package rejects a conversation of the roles {roles}: "
                 f"{describe_error(error)}"
             ) from error
         return list(ids)
@@ -162,7 +162,7 @@ class RenderersFormat:
         return described or None
 
     def _needs_marks(self) -> bool:
-        """Whether control tokens in text have to be broken for this format; some encode text as such by themselves."""
+        """Return whether control tokens in text must be escaped. Some formats encode them as text themselves."""
         spelled = "".join(f"{token} text " for token in self._tokenizer.control_tokens)
         samples = [pair for pair in zip(_samples("text"), _samples(spelled), strict=True) if self._can_write(pair[0])]
         for marks in (False, True):
@@ -192,10 +192,10 @@ class RenderersFormat:
         return [one for one in self._ids_of(*sample) if one in self._control_ids]
 
     def _require_described(self, tools: ToolDefinitions) -> None:
-        """Raise unless the tools are in the prompt.
+        """Check that the prompt describes the tools.
 
         Raises:
-            ChatFormatError: they are not.
+            ChatFormatError: it does not.
         """
         text = self._tokenizer.decode(self._ids_of(self._opening, tools))
         missing = [name for tool in tools if (name := str(tool["function"]["name"])) not in text]
@@ -206,10 +206,10 @@ class RenderersFormat:
             )
 
     def _prove(self, exchange: ProbeExchange, tools: ToolDefinitions) -> None:
-        """Go on from a turn that is sampled as the format itself would write it.
+        """Check that the format can continue after a turn that it has written itself.
 
         Raises:
-            ChatFormatError: the answers do not come out, or there is no going on.
+            ChatFormatError: an answer is not rendered, or the format cannot continue.
         """
         after = [*self._prompt_ids, *self._as_sampled(exchange.turn, tools)]
         conversation = [*self._opening, exchange.turn, *exchange.answers]
@@ -222,11 +222,11 @@ class RenderersFormat:
             if text_of(answer["content"]) not in text:
                 raise ChatFormatError(
                     f"The format {self.name!r} of the renderers package leaves out messages of the role "
-                    f"{answer['role']!r}. Use a tool-call format whose results it knows, for instance 'model'."
+                    f"{answer['role']!r}. Use a tool-call format whose results it supports, for instance 'model'."
                 )
 
     def _refuses(self, exchange: ProbeExchange, tools: ToolDefinitions) -> bool:
-        """Whether a turn with several calls cannot be written with what answers it."""
+        """Return whether the format rejects a turn with several calls and its answers."""
         if len(exchange.turn.get("tool_calls", ())) < 2:
             return False
         try:
@@ -238,9 +238,9 @@ class RenderersFormat:
     def _as_sampled(self, turn: Message, tools: ToolDefinitions) -> list[int]:
         """Return the ids that the model would sample for a turn, as far as the format shows them."""
         thinking: Message = {**turn, "reasoning_content": "thought"}
-        for said in (turn, thinking):
+        for reply in (turn, thinking):
             try:
-                ids = self._ids_of([*self._opening, said], tools, opens=False)
+                ids = self._ids_of([*self._opening, reply], tools, opens=False)
             except ChatFormatError:
                 continue  # some formats cannot write parallel calls as history, and go on from them all the same
             if ids[: len(self._prompt_ids)] == self._prompt_ids:
@@ -251,7 +251,7 @@ class RenderersFormat:
 
 
 class _TokenizerAdapter:
-    """A tokenizer as the package wants one: control tokens in what it encodes are the format's own."""
+    """The tokenizer interface of the package. Control tokens in the text that it encodes are the format's own."""
 
     unk_token_id = None
     name_or_path = ""
@@ -262,16 +262,16 @@ class _TokenizerAdapter:
         self.eos_token_id = next(iter(tokenizer.eos_ids), None)
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
-        """Ids of a part of a rendered conversation."""
+        """Encode a part of a rendered conversation."""
         return self._control.encode(text)
 
     def decode(self, token_ids: Any, *_: Any, **__: Any) -> str:
-        """The text of ids."""
+        """Decode ids."""
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return self._tokenizer.decode(ids)
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """The id of a control token, or of each of several; None for what is none."""
+        """Return the id of a control token, or the ids of several; None for any other text."""
         if isinstance(tokens, str):
             return self._tokenizer.control_tokens.get(tokens)
         return [self._tokenizer.control_tokens.get(token) for token in tokens]
@@ -315,14 +315,14 @@ def _end_of_last(header: list[int], ids: list[int]) -> int:
 
 
 def _samples(text: str) -> list[tuple[list[Message], ToolDefinitions]]:
-    """Conversations with a text wherever others than the format have a say, each with its tools."""
-    said: Message = {"role": "assistant", "content": "answer"}
-    asked: Message = {"role": "user", "content": text}
+    """Return conversations with a text at each position that the format does not write itself, each with its tools."""
+    reply: Message = {"role": "assistant", "content": "answer"}
+    question: Message = {"role": "user", "content": text}
     function = {"name": "stand_in_tool", "arguments": {"argument": [text]}}
     calls: Message = {"role": "assistant", "content": "", "tool_calls": [{**PROBE_CALL, "function": function}]}
     described = {**PROBE_TOOL["function"], "description": text}
     return [
-        ([PROBE_QUESTION, said, asked], ()),
+        ([PROBE_QUESTION, reply, question], ()),
         ([{"role": "system", "content": text}, PROBE_QUESTION], ()),
         ([PROBE_QUESTION], [{"type": "function", "function": described}]),
         ([PROBE_QUESTION, calls, {**PROBE_RESULT, "content": text}], [PROBE_TOOL]),
@@ -330,7 +330,7 @@ def _samples(text: str) -> list[tuple[list[Message], ToolDefinitions]]:
 
 
 def _call(number: int, parsed: Any) -> ToolCall:
-    """A call as the package has read it; one that is not whole carries an error and is never executed."""
+    """Convert a call that the package has parsed. An incomplete call carries an error and is never executed."""
     status, arguments, name = str(parsed.status), parsed.arguments, parsed.name or ""
     try:
         arguments = json.loads(arguments) if status == "ok" and isinstance(arguments, str) else arguments

@@ -23,7 +23,7 @@ from agentfly.policies.policy import Tokenizer
 
 
 def split_parallel_calls(messages: Sequence[Message]) -> list[Message]:
-    """The messages with one call in a turn, each followed by what answers it."""
+    """Return the messages with one call per turn, each followed by its answer."""
     single: list[Message] = []
     waiting: list[Message] = []
     for message in messages:
@@ -40,7 +40,7 @@ def split_parallel_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def orphan_results_to_user_messages(messages: Sequence[Message]) -> Iterator[Message]:
-    """The messages with what answers no call of the turn before it as a user's words."""
+    """Yield the messages. A tool result without a call in the turn before it becomes a user message."""
     calls: list[str] = []
     for message in messages:
         if message["role"] != "tool":
@@ -52,7 +52,7 @@ def orphan_results_to_user_messages(messages: Sequence[Message]) -> Iterator[Mes
 
 
 def _answers_one_of(calls: Collection[str], answer: Message) -> bool:
-    """Whether a tool message answers one of these calls. A message without a call id answers any."""
+    """Return whether a tool message answers one of these calls. A message without a call id answers any."""
     return answer["tool_call_id"] in calls if "tool_call_id" in answer else bool(calls)
 
 
@@ -75,7 +75,7 @@ PROBE_TOOL: dict[str, Any] = {
 UNKNOWN = "unknown"
 """What a tool is called where the model has called it by no name."""
 
-_THOUGHT, _SAID, _KEY = "the thought", "the answer", "an_argument"
+_REASONING, _ANSWER, _KEY = "the reasoning", "the answer", "an_argument"
 
 
 @dataclass(frozen=True)
@@ -87,40 +87,40 @@ class TemplateCapabilities:
         requires_short_call_ids: call ids must be nine letters and digits.
         single_tool_call: a turn may have only one call; further calls become turns that follow.
         tool_message_requires_call: a ``tool`` message must answer a call; other results become user messages.
-        results_named: ``tool`` messages must name the tool.
+        requires_tool_name: ``tool`` messages must name the tool.
         allows_user_after_tool: a user message may follow a ``tool`` message; otherwise its text is appended to it.
         requires_alternating_roles: two user messages must not follow each other.
         requires_typed_content: content must be a list of parts, also for plain text.
         no_images_in_tool_messages: images of tool results must be in a user message that follows.
         reads_reasoning_content: reasoning must be in its own field rather than in the text.
-        thoughts_or_words: a turn with calls may have thoughts or words, and not both. The words stand below the
-            thoughts then.
-        reasoning: how they stand in a turn's text.
+        reasoning_or_content: a turn with calls may have reasoning or text, but not both. The text is then appended to
+            the reasoning.
+        reasoning: the markers of reasoning in a turn's text.
     """
 
     requires_string_arguments: bool = False
     requires_short_call_ids: bool = False
     single_tool_call: bool = False
     tool_message_requires_call: bool = False
-    results_named: bool = False
+    requires_tool_name: bool = False
     allows_user_after_tool: bool = True
     requires_alternating_roles: bool = False
     requires_typed_content: bool = False
     no_images_in_tool_messages: bool = False
     reads_reasoning_content: bool = False
-    thoughts_or_words: bool = False
+    reasoning_or_content: bool = False
     reasoning: ReasoningMarkers = field(default_factory=ReasoningMarkers)
 
     def allows(self, turn: Message) -> bool:
-        """Whether the template can write a turn with as many calls as this one has."""
+        """Return whether the template can render a turn with as many calls as this one has."""
         return not self.single_tool_call or len(turn.get("tool_calls", ())) <= 1
 
     def split(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with the thoughts of their assistants in a field of their own."""
+        """Return the messages with the reasoning of assistants in its own field."""
         return [self._split(message) if message["role"] == "assistant" else message for message in messages]
 
     def adapt_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages in the template's shape. The argument stays unchanged."""
+        """Return the messages in a form that the template accepts. The argument is not changed."""
         fitted: list[Message] = []
         messages = split_parallel_calls(messages) if self.single_tool_call else messages
         messages = list(orphan_results_to_user_messages(messages)) if self.tool_message_requires_call else messages
@@ -144,7 +144,7 @@ class TemplateCapabilities:
         return message if wanted is content else cast(Message, {**message, "content": wanted})
 
     def _belongs_below(self, message: Message) -> bool:
-        """Whether a user's words cannot follow a message, and are added to it."""
+        """Return whether a user message cannot follow ``message`` and must be appended to it."""
         if message["role"] == "tool":
             return not self.allows_user_after_tool
         return message["role"] == "user" and self.requires_alternating_roles
@@ -152,16 +152,16 @@ class TemplateCapabilities:
     def _split(self, message: Message) -> Message:
         if "reasoning_content" in message or not isinstance(message["content"], str):
             return message
-        reasoning, said = self.reasoning.split(message["content"], opened=False)
-        return message if reasoning is None else {**message, "content": said, "reasoning_content": reasoning}
+        reasoning, content = self.reasoning.split(message["content"], opened=False)
+        return message if reasoning is None else {**message, "content": content, "reasoning_content": reasoning}
 
     def _fit_assistant(self, message: Message) -> Message:
         fitted = dict(message)
         if not self.reads_reasoning_content and (reasoning := fitted.pop("reasoning_content", None)) is not None:
             fitted["content"] = self.reasoning.join(cast(str, reasoning), text_of(message["content"]))
-        if self.thoughts_or_words and fitted.get("tool_calls") and fitted.get("reasoning_content"):
-            said = text_of(message["content"])
-            fitted["reasoning_content"] = "\n\n".join(filter(None, (cast(str, fitted["reasoning_content"]), said)))
+        if self.reasoning_or_content and fitted.get("tool_calls") and fitted.get("reasoning_content"):
+            content = text_of(message["content"])
+            fitted["reasoning_content"] = "\n\n".join(filter(None, (cast(str, fitted["reasoning_content"]), content)))
             fitted["content"] = ""
         if message.get("tool_calls"):
             fitted["tool_calls"] = [self._fit_call(call) for call in message["tool_calls"]]
@@ -171,7 +171,7 @@ class TemplateCapabilities:
         fitted = dict(message)
         if self.requires_short_call_ids and "tool_call_id" in message:
             fitted["tool_call_id"] = self._id(message["tool_call_id"])
-        if self.results_named and "name" not in message:
+        if self.requires_tool_name and "name" not in message:
             fitted["name"] = UNKNOWN
         return cast(Message, fitted)
 
@@ -196,36 +196,36 @@ class TemplateCapabilities:
 
 
 def detect_capabilities(tokenizer: Tokenizer) -> TemplateCapabilities:
-    """The shape in which the template of a tokenizer wants messages.
+    """Detect the forms of messages that a tokenizer's template accepts.
 
     Raises:
-        ChatFormatError: the template cannot even write a question.
+        ChatFormatError: the template cannot render even a single question.
     """
     tokenizer.apply_chat_template([PROBE_QUESTION], add_generation_prompt=True)
     as_text, short_ids, one_call = _calls(tokenizer)
-    results_follow_calls, results_named, words_after_results = _results(tokenizer)
+    results_follow_calls, requires_tool_name, user_after_results = _results(tokenizer)
     once, twice = _rendered(tokenizer, [PROBE_QUESTION]), _rendered(tokenizer, [PROBE_QUESTION, PROBE_QUESTION])
     parts, images_apart = _images(tokenizer) if tokenizer.vision is not None else (False, False)
-    apart, thoughts = _thoughts(tokenizer)
+    reads_reasoning, markers = _reasoning(tokenizer)
     one_user_message = once is not None and twice is None
     return TemplateCapabilities(
         as_text,
         short_ids,
         one_call,
         results_follow_calls,
-        results_named,
-        words_after_results,
+        requires_tool_name,
+        user_after_results,
         one_user_message,
         parts,
         images_apart,
-        apart,
-        apart and _thoughts_or_words(tokenizer),
-        thoughts,
+        reads_reasoning,
+        reads_reasoning and _reasoning_or_content(tokenizer),
+        markers,
     )
 
 
 def _calls(tokenizer: Tokenizer) -> tuple[bool, bool, bool]:
-    """Whether arguments are wanted as text, whether ids short, and whether only one call a turn."""
+    """Return whether arguments must be text, whether ids must be short, and whether a turn may have only one call."""
     for short, ids in ((False, ("call_0", "call_1")), (True, ("abcdefgh0", "abcdefgh1"))):
         for as_text, arguments in ((False, {_KEY: "value"}), (True, json.dumps({_KEY: "value"}))):
             written = _rendered(tokenizer, [PROBE_QUESTION, _calling(ids[:1], arguments)])
@@ -236,16 +236,16 @@ def _calls(tokenizer: Tokenizer) -> tuple[bool, bool, bool]:
 
 
 def _results(tokenizer: Tokenizer) -> tuple[bool, bool, bool]:
-    """Check the rules of ``tool`` messages: a call id, a tool name, and whether a user message may follow."""
-    said: Message = {"role": "assistant", "content": _SAID}
+    """Return whether results must follow a call, must name their tool, and may be followed by a user message."""
+    reply: Message = {"role": "assistant", "content": _ANSWER}
     result: Message = {"role": "tool", "name": "stand_in_tool", "tool_call_id": "abcdefgh0", "content": _KEY}
-    uncalled = _rendered(tokenizer, [PROBE_QUESTION, said, result, said, result])
+    uncalled = _rendered(tokenizer, [PROBE_QUESTION, reply, result, reply, result])
     in_either_way: tuple[Any, Any] = ({}, "{}")
     calling = [[_calling(["abcdefgh0"], arguments), result] for arguments in in_either_way]
     answered = any(_rendered(tokenizer, [PROBE_QUESTION, *called]) for called in calling)
     noted = any(_rendered(tokenizer, [PROBE_QUESTION, *called, PROBE_QUESTION]) for called in calling)
     nameless = cast(Message, {name: value for name, value in result.items() if name != "name"})
-    ways = [[said, result], *calling]
+    ways = [[reply, result], *calling]
     named = any(
         _rendered(tokenizer, [PROBE_QUESTION, *way]) is not None
         and _rendered(tokenizer, [PROBE_QUESTION, *way[:-1], nameless]) is None
@@ -255,13 +255,13 @@ def _results(tokenizer: Tokenizer) -> tuple[bool, bool, bool]:
 
 
 def _images(tokenizer: Tokenizer) -> tuple[bool, bool]:
-    """Whether content is wanted in parts, and whether images must be kept out of what tools answer."""
+    """Return whether content must be a list of parts, and whether tool results cannot contain images."""
     whole = _rendered(tokenizer, [PROBE_QUESTION])
-    in_parts = _rendered(tokenizer, [{"role": "user", "content": parts_of(_SAID)}])
+    in_parts = _rendered(tokenizer, [{"role": "user", "content": parts_of(_ANSWER)}])
     parts = (
         (whole is None or text_of(PROBE_QUESTION["content"]) not in whole)
         and in_parts is not None
-        and _SAID in in_parts
+        and _ANSWER in in_parts
     )
     assert tokenizer.vision is not None
     placeholder = tokenizer.vision.placeholder
@@ -275,27 +275,27 @@ def _images(tokenizer: Tokenizer) -> tuple[bool, bool]:
     return parts, by_user and not by_tool
 
 
-def _thoughts(tokenizer: Tokenizer) -> tuple[bool, ReasoningMarkers]:
-    """Whether the template reads thoughts from a field of their own, and how thoughts stand in a turn."""
+def _reasoning(tokenizer: Tokenizer) -> tuple[bool, ReasoningMarkers]:
+    """Return whether the template reads reasoning from its own field, and the markers of reasoning in a turn."""
     header = tokenizer.apply_chat_template([PROBE_QUESTION], add_generation_prompt=True).rstrip()
-    answer: Message = {"role": "assistant", "content": _SAID, "reasoning_content": _THOUGHT}
+    answer: Message = {"role": "assistant", "content": _ANSWER, "reasoning_content": _REASONING}
     rendered = _rendered(tokenizer, [PROBE_QUESTION, answer])
-    apart = rendered is not None and _THOUGHT in rendered
-    around = rendered.replace(_SAID, "") if rendered is not None and apart else header
+    reads = rendered is not None and _REASONING in rendered
+    around = rendered.replace(_ANSWER, "") if rendered is not None and reads else header
     opener = next((opener for opener in REASONING_MARKERS if opener in around), None)
     opener = opener or next((opener for opener in REASONING_MARKERS if opener in tokenizer.control_tokens), "<think>")
-    return apart, ReasoningMarkers(opener, REASONING_MARKERS[opener], header.endswith(opener))
+    return reads, ReasoningMarkers(opener, REASONING_MARKERS[opener], header.endswith(opener))
 
 
-def _thoughts_or_words(tokenizer: Tokenizer) -> bool:
-    """Whether a turn with calls may have thoughts and may have words, and not both."""
-    thoughts, words = {"reasoning_content": _THOUGHT}, {"content": _SAID}
+def _reasoning_or_content(tokenizer: Tokenizer) -> bool:
+    """Return whether a turn with calls may have reasoning or text, but not both."""
+    reasoning, content = {"reasoning_content": _REASONING}, {"content": _ANSWER}
     in_either_way: tuple[Any, Any] = ({}, "{}")
     for arguments in in_either_way:
         calling = _calling(["abcdefgh0"], arguments)
         alone, both = (
             [_rendered(tokenizer, [PROBE_QUESTION, cast(Message, {**calling, **each})]) for each in kinds]
-            for kinds in ((thoughts, words), ({**thoughts, **words},))
+            for kinds in ((reasoning, content), ({**reasoning, **content},))
         )
         if None not in alone and both == [None]:
             return True
@@ -324,7 +324,7 @@ def _parsed(arguments: str) -> Any:
 
 
 def _plain(content: Content) -> Content:
-    """Content without parts where it is text only: not every template knows parts."""
+    """Return content that is text only as a string, because not every template accepts parts."""
     if isinstance(content, str) or any(part["type"] != "text" for part in content):
         return content
     return text_of(content)

@@ -1,4 +1,4 @@
-"""TemplateChatFormat: a chat format derived from a model's own chat template, and proved when it is made."""
+"""TemplateChatFormat: a chat format derived from a model's own chat template, and verified when it is created."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agentfly.formats.chat.prefix_stability import (
     keeps_reasoning,
     require_renderable,
     with_long_answers,
-    with_words,
+    with_user_text,
 )
 from agentfly.formats.chat.template_renderer import TemplateRenderer, first_slot, strip_end_of_turn
 from agentfly.policies.policy import Tokenizer
@@ -33,17 +33,16 @@ MAX_CHECKED_EXCHANGES = 500
 class TemplateChatFormat:
     """Renders the first prompt and the continuations with the chat template of the policy's tokenizer.
 
-    Under ``history="keep"``, a continuation is the template's text after an assistant's reply in a synthetic
-    conversation: a question, a reply with placeholders for its text, and the real messages that answer it. The cost
-    does not depend on the length of the conversation. Sampled tokens stay, even if the template would later drop their
-    reasoning. The constructor verifies that the template writes the same text in the whole conversation, with the
-    agent's tools and answers.
+    Under ``history="keep"``, a continuation is rendered in a short synthetic conversation: a question, a reply with
+    placeholders for its text, and the real messages that answer it. The template's text after the reply is the
+    continuation, so the cost does not depend on the length of the real conversation. Sampled tokens stay, even if the
+    template would later drop their reasoning. The constructor verifies that the template writes the same text in the
+    whole conversation, with the agent's tools and answers.
 
     Under ``history="rewrite"``, the whole conversation is rendered at every turn. As long as the template writes the
-    past as it was sent, the new part is appended. Otherwise there is no continuation, and a new sequence begins with
-    the template's rendering. Two things are compared: the template's own text around each turn, and whether the turn's
-    reasoning and text are still present. The text itself stays as sampled, whatever white space or JSON the template
-    would write.
+    past as it was sent, the new part is appended. Otherwise a new sequence begins with the template's rendering. Two
+    things are compared: the template's own text around each turn, and whether the turn's reasoning and text are still
+    present. The text itself stays as sampled, even if the template would write its white space or JSON differently.
 
     Args:
         tokenizer: the policy's tokenizer.
@@ -80,18 +79,18 @@ class TemplateChatFormat:
         mixed = [*possible, *map(with_long_answers, possible[-1:])]
         words = [
             *mixed,
-            *(with_words(each) for each in possible if each.answers[-1]["role"] == "tool"),
+            *(with_user_text(each) for each in possible if each.answers[-1]["role"] == "tool"),
             ANSWER_EXCHANGE,
         ]
         if history == "keep":
             for kinds in [*([each] for each in possible), mixed] if possible else ():
                 check_prefix_stable(turns, kinds, tools, system, count=proved)
         require_renderable(turns, exchanges, tools, system)
-        self._goes_on_with_words = self._grows(words, tools, system, proved)
+        self._continues_with_user_text = self._grows(words, tools, system, proved)
         self.keeps_thoughts = all(keeps_reasoning(turns, each, tools, system, count=proved) for each in possible)
 
     def render_prompt(self, messages: Sequence[Message], tools: ToolDefinitions = ()) -> RenderedTokens:
-        """Render a whole conversation, with the header of the assistant's turn at its end."""
+        """Render a whole conversation, ending with the header of the assistant's turn."""
         ids = self._turns.control.encode(self._turns.render(messages, tools))
         return expand_image_placeholders(ids, messages, self._tokenizer)
 
@@ -109,7 +108,7 @@ class TemplateChatFormat:
             return None
         if self.history == "rewrite":
             text = self._following_unless_rewritten(conversation, last, tools)
-        elif not self._goes_on_with_words and any(message["role"] != "tool" for message in messages):
+        elif not self._continues_with_user_text and any(message["role"] != "tool" for message in messages):
             text = None
         else:
             text = self._turns.render_continuation(messages, tools)
@@ -141,10 +140,10 @@ class TemplateChatFormat:
         Control tokens around reasoning and calls stay control tokens; all others become ordinary text.
 
         Args:
-            text: all that the turn says.
-            reasoning: thoughts that are not in the text, where the turn has some.
-            answers: the messages that answer the turn, which tell by which token it ends where there are several.
-            tools: as of the prompt.
+            text: the text of the turn.
+            reasoning: the reasoning, if it is not in the text.
+            answers: the messages that answer the turn. If there are several end-of-turn tokens, they determine the one.
+            tools: the same as for the prompt.
         """
         turns = self._turns
         if reasoning is not None:
@@ -179,9 +178,9 @@ class TemplateChatFormat:
                 turns.render_with_slots(conversation, tools),
             )
         except ChatFormatError:
-            return None  # it refuses what was said now, so there is nothing that could follow it
-        places = turns.places(conversation, last)
-        if not places or not all(place in now for place in places):
+            return None  # it now rejects the conversation, so nothing can follow
+        slots = turns.slots(conversation, last)
+        if not slots or not all(slot in now for slot in slots):
             return None
         before = now[: first_slot(now, last)]
         if not before.startswith(sent) and (not sent.startswith(before) or sent[len(before) :].strip()):
@@ -189,4 +188,4 @@ class TemplateChatFormat:
         try:
             return now[turns.end_of_turn(now, last) :]
         except ChatFormatError:
-            return None  # nobody can tell where the turn ends now, so what follows it cannot be told either
+            return None  # the end of the turn is not known, so neither is the text after it

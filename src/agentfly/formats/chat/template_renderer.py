@@ -20,23 +20,23 @@ from agentfly.formats.chat.template_capabilities import (
 )
 from agentfly.policies.policy import Tokenizer
 
-SlotKind = Literal["thought", "said", "called"]
-WORDS: tuple[SlotKind, ...] = ("thought", "said", "called")
-_PLACES = re.compile(f"{SLOT_MARK}({'|'.join(WORDS)}) ([0-9]+){SLOT_MARK}")
+SlotKind = Literal["reasoning", "content", "arguments"]
+SLOT_KINDS: tuple[SlotKind, ...] = ("reasoning", "content", "arguments")
+_SLOT = re.compile(f"{SLOT_MARK}({'|'.join(SLOT_KINDS)}) ([0-9]+){SLOT_MARK}")
 
 
-def slot(words: SlotKind, number: int) -> str:
+def slot(kind: SlotKind, number: int) -> str:
     """Return the placeholder for the text of the assistant's turn with this number. No escaped text contains it."""
-    return f"{SLOT_MARK}{words} {number}{SLOT_MARK}"
+    return f"{SLOT_MARK}{kind} {number}{SLOT_MARK}"
 
 
 def slotted_reply(number: int, *, calls: Sequence[dict[str, Any]] = (), thinks: bool = False) -> Message:
     """Return an assistant's turn with placeholders for its text. Names and ids of its calls are kept."""
-    message: dict[str, Any] = {"role": "assistant", "content": slot("said", number)}
+    message: dict[str, Any] = {"role": "assistant", "content": slot("content", number)}
     if thinks:
-        message["reasoning_content"] = slot("thought", number)
+        message["reasoning_content"] = slot("reasoning", number)
     if calls:
-        arguments = {"argument": slot("called", number)}
+        arguments = {"argument": slot("arguments", number)}
         message["tool_calls"] = [
             {**call, "function": {"name": call["function"]["name"], "arguments": arguments}} for call in calls
         ]
@@ -44,17 +44,17 @@ def slotted_reply(number: int, *, calls: Sequence[dict[str, Any]] = (), thinks: 
 
 
 def slots_of(message: Message, number: int) -> list[str]:
-    """The places that `with_slots` puts into an assistant's turn."""
-    words = [
-        *(["thought"] if message.get("reasoning_content") else []),
-        *(["said"] if message["content"] else []),
-        *(["called"] if message.get("tool_calls") else []),
-    ]
-    return [slot(cast(SlotKind, word), number) for word in words]
+    """Return the placeholders that `with_slots` puts into an assistant's turn."""
+    filled: dict[SlotKind, object] = {
+        "reasoning": message.get("reasoning_content"),
+        "content": message["content"],
+        "arguments": message.get("tool_calls"),
+    }
+    return [slot(kind, number) for kind, value in filled.items() if value]
 
 
 def with_slots(messages: Sequence[Message]) -> list[Message]:
-    """The conversation with places for what its assistants say, numbered by position; silence stays silence."""
+    """Return the conversation with placeholders in assistants' turns, numbered by position. Empty content stays."""
     bare: list[Message] = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -72,27 +72,27 @@ class SlotSpan:
 
     start: int
     stop: int
-    words: frozenset[SlotKind]
+    kinds: frozenset[SlotKind]
 
 
 def spans_of(rendered: str) -> dict[int, SlotSpan]:
-    """The spans of all turns in a rendered conversation, by their numbers. One pass, however long it is."""
+    """Return the spans of all turns in a rendered conversation by their numbers, in one pass."""
     spans: dict[int, SlotSpan] = {}
-    for found in _PLACES.finditer(rendered):
-        words, number = cast(SlotKind, found[1]), int(found[2])
+    for found in _SLOT.finditer(rendered):
+        kind, number = cast(SlotKind, found[1]), int(found[2])
         begun = spans.get(number)
-        start, others = (begun.start, begun.words) if begun else (found.start(), frozenset[SlotKind]())
-        spans[number] = SlotSpan(start, found.end(), others | {words})
+        start, earlier = (begun.start, begun.kinds) if begun else (found.start(), frozenset[SlotKind]())
+        spans[number] = SlotSpan(start, found.end(), earlier | {kind})
     return spans
 
 
 def first_slot(rendered: str, number: int) -> int:
-    """Return the position of a turn's first text.
+    """Return the position of a turn's first placeholder.
 
     Raises:
-        ChatFormatError: the template wrote none of it.
+        ChatFormatError: the template wrote no part of the turn.
     """
-    found = [at for words in WORDS if (at := rendered.find(slot(words, number))) >= 0]
+    found = [at for kind in SLOT_KINDS if (at := rendered.find(slot(kind, number))) >= 0]
     if not found:
         raise ChatFormatError(
             "The model's chat template leaves out an assistant's reply once other messages follow it, so a "
@@ -102,10 +102,10 @@ def first_slot(rendered: str, number: int) -> int:
 
 
 def end_of_last_slot(rendered: str, number: int) -> int:
-    """Return the end of a turn's text.
+    """Return the end of a turn's last placeholder.
 
     Raises:
-        ChatFormatError: the template wrote none of it.
+        ChatFormatError: the template wrote no part of the turn.
     """
     mark = f" {number}{SLOT_MARK}"
     found = rendered.rfind(mark)
@@ -118,7 +118,7 @@ PROBE_RESULT: Message = {"role": "tool", "name": "stand_in_tool", "tool_call_id"
 
 @dataclass(frozen=True)
 class EndOfTurn:
-    """The ways in which turns end.
+    """How turns end in a chat template.
 
     Attributes:
         stop_ids: ids that a model samples at the end of a turn: those that its template writes there, and the stop ids
@@ -133,7 +133,7 @@ class EndOfTurn:
 
 
 def detect_end_of_turn(tokenizer: Tokenizer, control: ControlTokens, shape: TemplateCapabilities) -> EndOfTurn:
-    """The endings of a tokenizer's chat template.
+    """Detect how turns end in a tokenizer's chat template.
 
     Raises:
         ChatFormatError: it writes no control token after a turn, so that a turn has no end to sample.
@@ -148,21 +148,19 @@ def detect_end_of_turn(tokenizer: Tokenizer, control: ControlTokens, shape: Temp
         except ChatFormatError:
             return None
 
-    said, called = slotted_reply(0), slotted_reply(0, calls=[PROBE_CALL])
-    last, inner = after_turn(said), after_turn(said, PROBE_QUESTION)
+    reply, calling = slotted_reply(0), slotted_reply(0, calls=[PROBE_CALL])
+    last, inner = after_turn(reply), after_turn(reply, PROBE_QUESTION)
     if last is None:
-        tokenizer.apply_chat_template(
-            shape.adapt_messages([PROBE_QUESTION, said])
-        )  # raises: the template refuses even this
+        tokenizer.apply_chat_template(shape.adapt_messages([PROBE_QUESTION, reply]))  # raises if it is rejected
         raise ChatFormatError("The model's chat template leaves an assistant's answer out of the conversation.")
     at_end = control.first_in(last)
-    called_last, called_inner = after_turn(called), after_turn(called, PROBE_RESULT)
+    calling_last, calling_inner = after_turn(calling), after_turn(calling, PROBE_RESULT)
     if at_end is None:
-        headers = [_behind(last, inner), _behind(called_last, called_inner)]
+        headers = [_behind(last, inner), _behind(calling_last, calling_inner)]
         return _by_next_header(control, [header for header in headers if header is not None], tokenizer.eos_ids)
     stops = [at_end[1]]
-    if called_last:
-        found = [tokenizer.control_tokens[token] for token in control.in_text(called_last)]
+    if calling_last:
+        found = [tokenizer.control_tokens[token] for token in control.in_text(calling_last)]
         stops += found[-1:] if at_end[1] not in found else []
     in_the_middle = control.first_in(inner) if inner else None
     ends = frozenset(stops) | ({in_the_middle[1]} if in_the_middle else set())
@@ -204,47 +202,47 @@ def _with(eos_ids: Sequence[int], stops: Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*stops, *eos_ids]))
 
 
-_STAND_INS = (PROBE_TOOL,)
+_PROBE_TOOLS = (PROBE_TOOL,)
 
-_REMEMBERED = 4
-"""Sets of tools whose descriptions are kept: those of a few agents, or programs, and the stand-in."""
+_CACHE_SIZE = 4
+"""Number of sets of tools with cached descriptions: those of a few agents or programs, and the probe's."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Described:
-    """Tools as the template is given them."""
+class _EscapedTools:
+    """Definitions of tools as the template gets them, and the tools that they were made of."""
 
     tools: ToolDefinitions | None
-    written: str
-    described: list[Any]
+    key: str
+    escaped: list[Any]
 
 
 class TemplateRenderer:
-    """One tokenizer's chat template, with what had to be found out about it.
+    """Renders conversations with a tokenizer's chat template, in the form that the template accepts.
 
     Raises:
-        ChatFormatError: it has none, or one that ends turns by no control token.
+        ChatFormatError: the tokenizer has no template, or its template ends turns with no control token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # The tools described last, newest first; replaced as a whole, because threads may share them.
-        self._described: tuple[_Described, ...] = ()
+        # A cache, newest first. It is replaced as a whole, because threads may share it.
+        self._escaped_tools: tuple[_EscapedTools, ...] = ()
         self.control = ControlTokens(tokenizer)
         self.shape = detect_capabilities(tokenizer)
         self.endings = detect_end_of_turn(tokenizer, self.control, self.shape)
         self.control.allow_in_replies(self._inner_tokens())
 
     def render(self, messages: Sequence[Message], tools: ToolDefinitions = (), *, opens: bool = True) -> str:
-        """A conversation as the template writes it; ``opens`` says whether the assistant's next turn begins."""
+        """Render a conversation; ``opens`` says whether the assistant's next turn begins."""
         return self._render(self.control.escape(messages), tools, opens=opens)
 
     def render_with_slots(self, messages: Sequence[Message], tools: ToolDefinitions = (), *, opens: bool = True) -> str:
-        """The same with places for what the assistants say, each numbered by the position of its message."""
+        """Render a conversation with placeholders in assistants' turns, numbered by the positions of the messages."""
         canonical = self.shape.split(self.control.escape(messages))
         return self._render(with_slots(canonical), tools, opens=opens)
 
-    def places(self, messages: Sequence[Message], number: int) -> list[str]:
+    def slots(self, messages: Sequence[Message], number: int) -> list[str]:
         """Return all placeholders that `render_with_slots` may write for the message at a position."""
         return slots_of(self.shape.split([messages[number]])[0], number)
 
@@ -256,19 +254,19 @@ class TemplateRenderer:
         answers = self.control.escape(messages)
         calls = [_call_of(answer) for answer in answers if answer["role"] == "tool"] if tools else []
         turn = slotted_reply(0, calls=calls[:1] if self.shape.single_tool_call else calls)
-        rendered = self._render([PROBE_QUESTION, turn, *answers], _STAND_INS if tools else (), opens=True)
+        rendered = self._render([PROBE_QUESTION, turn, *answers], _PROBE_TOOLS if tools else (), opens=True)
         return rendered[self.end_of_turn(rendered, 0) :]
 
     def end_of_turn(self, rendered: str, number: int) -> int:
         """Return the position of a turn's end-of-turn token.
 
         Raises:
-            ChatFormatError: the template wrote nothing of the turn, or no end.
+            ChatFormatError: the template wrote no part of the turn, or no end.
         """
         return self.end_of_turn_after(rendered, end_of_last_slot(rendered, number))
 
     def end_of_turn_after(self, rendered: str, begin: int) -> int:
-        """Return the end of a turn whose text ends at ``begin``.
+        """Return the position of the end-of-turn token of a turn whose text ends at ``begin``.
 
         Raises:
             ChatFormatError: the template wrote no end.
@@ -276,32 +274,33 @@ class TemplateRenderer:
         found = self.control.first_in(rendered, self.endings.end_ids, start=begin)
         if found is None:
             raise ChatFormatError(
-                "The model's chat template does not end every turn of an assistant by the same control token, so what "
-                f"follows a turn cannot be told: {rendered[begin : begin + 80]!r}. Use another template."
+                "The model's chat template does not end every turn of an assistant with the same control token, so the "
+                f"end of a turn is not known: {rendered[begin : begin + 80]!r}. Use another template."
             )
         return found[0]
 
-    def _render(self, disarmed: Sequence[Message], tools: ToolDefinitions, *, opens: bool) -> str:
-        described = self._described_tools(tools) if tools else []
+    def _render(self, escaped: Sequence[Message], tools: ToolDefinitions, *, opens: bool) -> str:
         return self._tokenizer.apply_chat_template(
-            self.shape.adapt_messages(disarmed), tools=described, add_generation_prompt=opens
+            self.shape.adapt_messages(escaped),
+            tools=self._escape_tools(tools) if tools else [],
+            add_generation_prompt=opens,
         )
 
-    def _described_tools(self, tools: ToolDefinitions) -> list[Any]:
-        for known in self._described:
+    def _escape_tools(self, tools: ToolDefinitions) -> list[Any]:
+        for known in self._escaped_tools:
             if known.tools is tools:
-                return known.described
-        written = repr(tools)  # unlike equality it tells orders of keys apart, and True from 1
-        found = next((known for known in self._described if known.written == written), None)
+                return known.escaped
+        key = repr(tools)  # unlike equality, it distinguishes the order of keys, and True from 1
+        found = next((known for known in self._escaped_tools if known.key == key), None)
         if found is None:
-            # A list may be changed by its owner, so it is known by what it holds alone.
+            # The owner of a list may change it, so only tuples are found by identity.
             kept = tools if isinstance(tools, tuple) else None
-            found = _Described(kept, written, self.control.escape_tools(tools))
-            self._described = (found, *self._described[: _REMEMBERED - 1])
-        return found.described
+            found = _EscapedTools(kept, key, self.control.escape_tools(tools))
+            self._escaped_tools = (found, *self._escaped_tools[: _CACHE_SIZE - 1])
+        return found.escaped
 
     def _inner_tokens(self) -> set[str]:
-        """The control tokens that a turn may hold: those around thoughts and calls."""
+        """Return the control tokens that a turn may contain: those around reasoning and calls."""
         inner = {self.shape.reasoning.opener, self.shape.reasoning.closer}
         opening = self._render([PROBE_QUESTION], (), opens=True)
         for turn in (
@@ -321,7 +320,7 @@ class TemplateRenderer:
         return {token for token in inner if self._tokenizer.control_tokens.get(token) not in ends}
 
     def _writes(self, text: str) -> bool:
-        """Whether the template accepts a text from the assistant. Some templates reject their own markers in it."""
+        """Return whether the template accepts a text of the assistant. Some reject their own markers in it."""
         try:
             self._render([PROBE_QUESTION, {"role": "assistant", "content": text}, PROBE_QUESTION], (), opens=False)
         except ChatFormatError:

@@ -1,1 +1,1 @@
-"""Tool-call formats: how a model writes calls, and how they are read."""
+"""Tool-call formats: how a model writes calls, and how they are parsed."""

@@ -63,7 +63,7 @@ class ActionFormat:
 
     @property
     def name(self) -> str:
-        """The name by which an agent asks for the format."""
+        """The name by which an agent selects the format."""
         return "action"
 
     def instructions(self, tools: Sequence[ToolDescription]) -> str:
@@ -80,12 +80,12 @@ class ActionFormat:
         )
 
     def parse(self, text: str, tools: Sequence[ToolDescription], *, first_call: int = 0) -> tuple[ToolCall, ...]:
-        """The calls in a turn's text."""
+        """Parse the calls in a turn's text."""
         known = {tool.name: tool for tool in tools}
         lines, thinking = self._lines(text, known)
         calls: list[ToolCall] = []
         starts: list[int] = []  # of the lines with calls
-        heard: list[str] = []
+        visible_lines: list[str] = []
         thought: ToolCall | None = None  # the last call in thinking, which may go on behind that
         for line in lines:
             if line.is_spoken and _OBSERVATION.match(line.text):
@@ -95,10 +95,10 @@ class ActionFormat:
                 if call is not None and thinking.is_open and line.start >= thinking.spans[-1][0]:
                     return (_malformed(call_id(first_call), call.name, UNCLOSED, known, line.text),)
                 if calls and thinking.is_open and line.text.rstrip().endswith("]"):
-                    return (_malformed(call_id(first_call), calls[0].name, _ONE_LINE, known, "\n".join(heard)),)
+                    return (_malformed(call_id(first_call), calls[0].name, _ONE_LINE, known, "\n".join(visible_lines)),)
                 thought = call or thought
                 continue
-            heard.append(line.text)
+            visible_lines.append(line.text)
             if call is not None:
                 calls.append(call)
                 starts.append(line.start)
@@ -106,34 +106,34 @@ class ActionFormat:
             elif thought is not None and line.text.rstrip().endswith("]"):
                 return (_malformed(call_id(first_call), thought.name, CUT, known, line.text),)
             elif calls and line.text.rstrip().endswith("]") and any(one.arguments is not None for one in calls):
-                return (_malformed(call_id(first_call), calls[0].name, _ONE_LINE, known, "\n".join(heard)),)
-        said = "\n".join(heard)
+                return (_malformed(call_id(first_call), calls[0].name, _ONE_LINE, known, "\n".join(visible_lines)),)
+        visible = "\n".join(visible_lines)
         if thinking.stray and (before := calls[: bisect.bisect_left(starts, thinking.stray[0][0])]):
             if any(call.arguments is not None for call in before):
-                return (_malformed(call_id(first_call), before[0].name, STRAY, known, said),)
+                return (_malformed(call_id(first_call), before[0].name, STRAY, known, visible),)
             return tuple(before)  # the mark may stand in what is malformed
-        if not calls and (name := attempted_tool(said, known)) is not None:
-            missed = wrong_format_call(said, self, name, known)
+        if not calls and (name := attempted_tool(visible, known)) is not None:
+            missed = wrong_format_call(visible, self, name, known)
             calls.append(ToolCall(call_id(first_call), missed.name, None, missed.error))
         return tuple(calls)
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text of a call. A single argument is written bare, so it must be one that can be (see the class)."""
+        """Return the text of a call. A single argument is written without its name, if it can be (see the class)."""
         if len(arguments) == 1:
             (argument, value), *_ = arguments.items()
             return f"Action: {name}[{_bare(argument, value)}]"
         return f"Action: {name}[{', '.join(f'{key}={_quoted(value)}' for key, value in arguments.items())}]"
 
     def assistant_message(self, text: str, calls: Sequence[ToolCall]) -> Message:
-        """The turn's text as it stands."""
+        """Return a message with the turn's unchanged text."""
         return {"role": "assistant", "content": text}
 
     def result_message(self, call: ToolCall, observation: str) -> Message:
-        """A user message that begins with ``Observation:``."""
+        """Return a user message that begins with ``Observation:``."""
         return {"role": "user", "content": f"Observation: {observation}"}
 
     def _lines(self, text: str, known: Mapping[str, ToolDescription]) -> tuple[Sequence[_Line], Thinking]:
-        """The lines of a turn, and where it is thinking. A line also ends at a mark that begins or ends thinking."""
+        """Return the lines of a turn, and its reasoning. A line also ends at a marker of reasoning."""
         calling = [line.span() for line in _LINE.finditer(text) if _holds_a_mark(line.group(), known)]
         thinking = read_thinking(text, calling)
         marks = [mark.span() for mark in REASONING_MARKER.finditer(text) if not is_inside(mark.start(), calling)]
@@ -150,7 +150,7 @@ class ActionFormat:
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of a turn, where it starts, and whether it is no thinking."""
+    """A line of a turn, its start, and whether it is outside of reasoning."""
 
     text: str
     start: int
@@ -158,7 +158,7 @@ class _Line:
 
 
 def _holds_a_mark(line: str, known: Mapping[str, ToolDescription]) -> bool:
-    """Whether marks of thinking in a line stand between the brackets of its one call, and so are its argument."""
+    """Return whether the reasoning markers in a line are all inside the argument of its one call."""
     if not REASONING_MARKER.search(line):
         return False
     prefix = _PREFIX.match(line)
@@ -196,7 +196,7 @@ def _read_call(name: str, inside: str, known: dict[str, ToolDescription], id: st
 
 
 def _holds_an_action(value: str, known: Mapping[str, ToolDescription]) -> bool:
-    """Whether a second action begins behind a bracket in a value that stands for itself."""
+    """Return whether a second action begins after a bracket in an argument without a name."""
     closed = value.find("]")
     later = _LATER_ACTION.finditer(value, closed) if closed >= 0 else ()
     return any(action.group(1) is None or action.group(1) in known for action in later)
@@ -251,7 +251,7 @@ def _single(name: str, inside: str) -> Any:
 
 
 def _value(text: str, start: int) -> tuple[Any, int]:
-    """The value that begins at ``start``, and the position of the next argument."""
+    """Return the value that begins at ``start``, and the position of the next argument."""
     if text.startswith(('"', "[", "{"), start):
         try:
             value, end = decode_value(text, start)
@@ -268,7 +268,7 @@ def _value(text: str, start: int) -> tuple[Any, int]:
 
 
 def _bare(argument: str, value: Any) -> str:
-    """A single argument as text that stands for itself."""
+    """Write a single argument without its name."""
     if not isinstance(value, str):
         return dump_escaped(value)
     plain = (

@@ -153,7 +153,7 @@ class ParsedTurn:
 
 @dataclass(frozen=True)
 class BlockFormat(ABC):
-    """A format whose calls are in blocks.
+    """A base class for formats that write calls in blocks.
 
     Reasoning markers inside a block belong to the call. Calls inside reasoning are ignored unless
     ``calls_in_thinking`` is set. A subclass finds its blocks (`_blocks`); this class handles the rest:
@@ -331,7 +331,7 @@ def _is_meant(block: CallBlock, text: str, known: ToolsByName) -> bool:
 def blocks_at(
     opening: re.Pattern[str], text: str, read: Callable[[re.Match[str]], CallBlock | None]
 ) -> Iterator[CallBlock]:
-    """Yield the blocks that ``read`` makes of matches of ``opening``. Each search continues after the last block."""
+    """Yield the blocks that ``read`` returns for matches of ``opening``. Each search continues after the last block."""
     found = opening.search(text)
     while found:
         block = read(found)
@@ -368,4 +368,4 @@ def example_call(writer: CallWriter, name: str, known: ToolsByName) -> str:
     try:
         return writer.write(name or "name_of_the_tool", dict.fromkeys(needed, "…"))
     except UsageError:
-        return "as you were told at the beginning"
+        return "as described at the beginning"

@@ -53,14 +53,14 @@ class CodeBlockFormat(BlockFormat):
 
     @property
     def name(self) -> str:
-        """The name by which an agent asks for the format."""
+        """The name by which an agent selects the format."""
         return "code_block"
 
     def instructions(self, tools: Sequence[ToolDescription]) -> str:
         """Explain how to act, and what the tool does.
 
         Raises:
-            ConfigError: it is ambiguous which tool executes a block, or the tool takes more than one text.
+            ConfigError: several tools could execute a block, or the tool takes more than one text.
         """
         if not tools:
             return ""
@@ -77,10 +77,10 @@ class CodeBlockFormat(BlockFormat):
         )
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text of a call, in a fence that is long enough.
+        """Return the text of a call, in a fence that is long enough.
 
         Raises:
-            UsageError: the call has not one argument, or it is no text, or the block is for another tool.
+            UsageError: the call does not have exactly one text argument, or the block is for another tool.
         """
         (value, *more) = arguments.values() or (None,)
         if more or not isinstance(value, str) or (self.tool and name != self.tool):
@@ -93,7 +93,7 @@ class CodeBlockFormat(BlockFormat):
         return f"{fence}{self.language}\n{value}\n{fence}"
 
     def result_message(self, call: ToolCall, observation: str) -> Message:
-        """A user message that begins with ``Observation:``."""
+        """Return a user message that begins with ``Observation:``."""
         return {"role": "user", "content": f"Observation:\n{observation}"}
 
     def _tool(self, known: ToolsByName) -> ToolDescription | None:
@@ -106,7 +106,7 @@ class CodeBlockFormat(BlockFormat):
         return dataclasses.replace(turn, blocks=self._one(text, turn.blocks))
 
     def _one(self, text: str, blocks: Sequence[CallBlock]) -> Sequence[CallBlock]:
-        """The one block, or one error for all."""
+        """Return the one block, or one error for all blocks."""
         acting = [block for block in blocks if block.calls]
         if not acting:
             return []

@@ -57,21 +57,21 @@ class DeepSeekFormat(ModelTrainedFormat):
 
     @property
     def name(self) -> str:
-        """The name by which an agent asks for the format."""
+        """The name by which an agent selects the format."""
         return "deepseek"
 
     def instructions(self, tools: Sequence[ToolDescription]) -> str:
-        """The tools as JSON, one a line, and how to call them."""
+        """Describe the tools as JSON, one per line, and explain how to call them."""
         if not tools:
             return ""
         listed = "\n".join(json.dumps(tool.definition["function"], ensure_ascii=False) for tool in tools)
         return f"You can use these tools:\n{listed}\n\nTo call a tool, write this:\n{_EXAMPLES[self.style]}"
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text of a call.
+        """Return the text of a call.
 
         Raises:
-            UsageError: the name cannot stand between the tags.
+            UsageError: the name cannot be written between the tags.
         """
         if not _WORD.fullmatch(name):
             raise UsageError(f"A tool of the name {name!r} cannot be called in the format {self.name!r}: use a word.")

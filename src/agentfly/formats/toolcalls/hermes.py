@@ -50,11 +50,11 @@ class HermesFormat(ModelTrainedFormat):
 
     @property
     def name(self) -> str:
-        """The name by which an agent asks for the format."""
+        """The name by which an agent selects the format."""
         return "hermes"
 
     def instructions(self, tools: Sequence[ToolDescription]) -> str:
-        """The tools as JSON, one a line, and how to call them."""
+        """Describe the tools as JSON, one per line, and explain how to call them."""
         if not tools:
             return ""
         listed = "\n".join(json.dumps(tool.definition, ensure_ascii=False) for tool in tools)
@@ -65,7 +65,7 @@ class HermesFormat(ModelTrainedFormat):
         )
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text of a call."""
+        """Return the text of a call."""
         call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
         return f"{OPEN}\n{call}\n{CLOSE}"
 
@@ -79,7 +79,7 @@ class HermesFormat(ModelTrainedFormat):
 
 
 def _well_formed(text: str, start: int, known: ToolsByName) -> CallBlock | None:
-    """The block at ``start`` if its objects can be decoded as they stand and its tag is closed, or the turn ends."""
+    """Return the block at ``start`` if its objects can be decoded and its tag is closed or the turn ends; else None."""
     try:
         objects, end = decode_objects(text, start + len(OPEN))
     except InvalidJSON:
@@ -92,7 +92,7 @@ def _well_formed(text: str, start: int, known: ToolsByName) -> CallBlock | None:
 
 
 def _malformed(text: str, start: int) -> CallBlock:
-    """The block at ``start``, which is not well formed, as one call with an error."""
+    """Return the malformed block at ``start`` as one call with an error."""
     body = start + len(OPEN)
     following = text.find(OPEN, body)
     limit = end_of_malformed_call(text, body, following if following >= 0 else None)
@@ -108,16 +108,16 @@ def _malformed(text: str, start: int) -> CallBlock:
 
 @dataclass(frozen=True)
 class HermesUserResultFormat(HermesFormat):
-    """The Hermes format with results in messages of the user, between tags, which every chat template can write.
+    """The Hermes format with results in user messages, between tags, which every chat template supports.
 
-    The tools are described in the system message if there is one, and otherwise before the user's first words.
+    The tools are described in the system message if there is one, and otherwise before the first user message.
     """
 
     @property
     def name(self) -> str:
-        """The name of the format."""
+        """The name by which an agent selects the format."""
         return "hermes_for_all"
 
     def result_message(self, call: ToolCall, observation: str) -> Message:
-        """A message of the user that holds the result."""
+        """Return a user message with the result between tags."""
         return {"role": "user", "content": f"<tool_response>\n{observation}\n</tool_response>"}

@@ -16,7 +16,7 @@ _THINK = re.compile(r"\[(/?THINK\])")
 
 
 def decode_objects(text: str, start: int) -> tuple[list[Any], int]:
-    """Decode the JSON objects that stand one after another from ``start`` on, or the one list of them.
+    """Decode consecutive JSON objects from ``start`` on, or one list of objects.
 
     Returns:
         The objects, and the position after the last one and the white space that follows it.
@@ -42,10 +42,10 @@ def decode_objects(text: str, start: int) -> tuple[list[Any], int]:
 
 
 def dump_escaped(value: Any) -> str:
-    """``value`` as JSON on one line, in which no marker of a text format can stand: ``<`` is escaped.
+    """Return ``value`` as JSON on one line. ``<`` is escaped, so no marker of a text format can occur in it.
 
     Raises:
-        UsageError: JSON cannot hold the value.
+        UsageError: the value cannot be written as JSON.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -55,28 +55,28 @@ def dump_escaped(value: Any) -> str:
 
 
 def skip_space(text: str, position: int) -> int:
-    """The position of what follows the white space at ``position``."""
+    """Return the position after the white space at ``position``."""
     space = _SPACE.match(text, position)
     assert space is not None
     return space.end()
 
 
 _NAME = re.compile(r"""["']?\bname\b["']?\s*:\s*["']([^"'\n]{1,64})["']""")
-_BESIDE = ("id", "type")  # of a call, not of its arguments
+_CALL_FIELDS = ("id", "type")  # fields of a call, not arguments
 
 
 def call_from_json(value: Any, example: str, known: ToolsByName) -> ParsedCall:
-    """Return the call in an object with ``name`` and ``arguments`` (or ``parameters``), maybe as a JSON text.
+    """Return the call in an object with ``name`` and ``arguments`` (or ``parameters``, or a JSON text of them).
 
-    An ``id`` and a ``type`` beside them belong to the call and are dropped. If the tool has an argument of that name,
-    they may be misplaced arguments, so the call is an error. So is a call with any other member.
+    Its members ``id`` and ``type`` belong to the call and are dropped. If the tool has an argument of that name, they
+    may be misplaced arguments, so the call is an error. So is a call with any other member.
     """
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
         return _wrong(value, "", 'it must be a JSON object with the text "name"', example)
     tool = known.get(name)
     taken = {argument.name for argument in tool.schema.arguments} if tool else set()
-    allowed = {"name", "arguments", "parameters", *(beside for beside in _BESIDE if beside not in taken)}
+    allowed = {"name", "arguments", "parameters", *(field for field in _CALL_FIELDS if field not in taken)}
     if not allowed.issuperset(value) or ("arguments" in value and "parameters" in value):
         return _wrong(value, name, 'everything that the tool takes must stand inside "arguments"', example)
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -88,17 +88,17 @@ def call_from_json(value: Any, example: str, known: ToolsByName) -> ParsedCall:
 
 
 def malformed_json_call(written: str, example: str) -> ParsedCall:
-    """The one error of text that should be nothing but the JSON objects of calls, and is not."""
+    """Return the error for a text that should consist of the JSON objects of calls."""
     return malformed_call(written, _fault(written), example, find_tool_name(written))
 
 
 def malformed_json_arguments(name: str, written: str, example: str) -> ParsedCall:
-    """Return the error for a call whose arguments should be one JSON object, and are not."""
+    """Return the error for a call whose arguments are not one JSON object."""
     return malformed_call(written, _fault(written, "its arguments must be one JSON object"), example, name)
 
 
 def find_tool_name(written: str) -> str:
-    """The tool's name in text that is no JSON; empty if it is not to be seen."""
+    """Return the tool's name in a text that is not valid JSON; empty if none is recognised."""
     named = _NAME.search(written)
     return named.group(1) if named else ""
 

@@ -56,11 +56,11 @@ class LlamaJsonFormat(ModelTrainedFormat):
 
     @property
     def name(self) -> str:
-        """The name by which an agent asks for the format."""
+        """The name by which an agent selects the format."""
         return "llama_json"
 
     def instructions(self, tools: Sequence[ToolDescription]) -> str:
-        """The tools as JSON, one a line, and how to call them."""
+        """Describe the tools as JSON, one per line, and explain how to call them."""
         if not tools:
             return ""
         listed = "\n".join(json.dumps(tool.definition["function"], ensure_ascii=False) for tool in tools)
@@ -71,11 +71,11 @@ class LlamaJsonFormat(ModelTrainedFormat):
         )
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text of a call."""
+        """Return the text of a call."""
         return json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False)
 
     def assistant_message(self, text: str, calls: Sequence[ToolCall]) -> Message:
-        """The one call of the turn as ``tool_calls``, or the turn's text as it stands."""
+        """Return a message with the turn's one call as ``tool_calls``, or else with the turn's unchanged text."""
         message = super().assistant_message(text, calls)
         return message if len(calls) == 1 and not message["content"] else {"role": "assistant", "content": text}
 
@@ -87,7 +87,7 @@ class LlamaJsonFormat(ModelTrainedFormat):
 
 
 def _block(text: str, opening: re.Match[str], known: ToolsByName) -> CallBlock | None:
-    """The block at ``opening``; None if that is no call."""
+    """Return the block at ``opening``; None if it is not a call."""
     start, position = opening.span()
     marked = opening.group().startswith("<|")
     try:
@@ -106,7 +106,7 @@ def _block(text: str, opening: re.Match[str], known: ToolsByName) -> CallBlock |
 
 
 def _objects(text: str, position: int) -> tuple[list[Any], int]:
-    """The objects that stand one after another from ``position`` on, or in a list, up to one that is none of a call."""
+    """Return the consecutive objects from ``position`` on, or those of a list, up to one that is not a call."""
     value, end = decode_value(text, position)
     if isinstance(value, list):
         return value, end

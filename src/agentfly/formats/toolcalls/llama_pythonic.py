@@ -66,11 +66,11 @@ class LlamaPythonicFormat(ModelTrainedFormat):
 
     @property
     def name(self) -> str:
-        """The name by which an agent asks for the format."""
+        """The name by which an agent selects the format."""
         return "llama_pythonic"
 
     def instructions(self, tools: Sequence[ToolDescription]) -> str:
-        """The tools as JSON, one a line, and how to call them."""
+        """Describe the tools as JSON, one per line, and explain how to call them."""
         if not tools:
             return ""
         listed = "\n".join(json.dumps(tool.definition["function"], ensure_ascii=False) for tool in tools)
@@ -81,10 +81,10 @@ class LlamaPythonicFormat(ModelTrainedFormat):
         )
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text of a call.
+        """Return the text of a call.
 
         Raises:
-            UsageError: a name cannot stand in such a call, or a value is none that JSON can hold.
+            UsageError: a name is not valid in such a call, or a value cannot be written as JSON.
         """
         listed = ", ".join(f"{key}={write_value(value)}" for key, value in arguments.items())
         written = f"{self.opening}[{name}({listed})]{self.closing}"
@@ -97,7 +97,7 @@ class LlamaPythonicFormat(ModelTrainedFormat):
         return written
 
     def assistant_message(self, text: str, calls: Sequence[ToolCall]) -> Message:
-        """The calls as ``tool_calls`` where tags mark them, otherwise the turn's text as it stands."""
+        """Return a message with the calls as ``tool_calls`` if tags mark them, else with the turn's unchanged text."""
         return super().assistant_message(text, calls) if self.opening else {"role": "assistant", "content": text}
 
     def _inner_markers(self) -> re.Pattern[str]:
@@ -115,7 +115,7 @@ class LlamaPythonicFormat(ModelTrainedFormat):
 
 
 def _block(text: str, opening: re.Match[str], known: ToolsByName) -> CallBlock | None:
-    """The block at ``opening``; None if that is prose."""
+    """Return the block at ``opening``; None if it is ordinary text."""
     start, position = opening.span()
     first = opening.group(1)
     marked = first is None
@@ -143,7 +143,7 @@ def _end(text: str, end: int) -> int:
 
 
 def _is_all(text: str, start: int, stop: int) -> bool:
-    """Whether nothing but thinking stands before ``start`` and after ``stop``."""
+    """Return whether only reasoning is before ``start`` and after ``stop``."""
     if not _END_OF_TURN.match(text, stop):
         return False
     before = text[:start].rstrip()

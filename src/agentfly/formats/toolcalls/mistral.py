@@ -1,4 +1,4 @@
-"""MistralFormat: calls behind ``[TOOL_CALLS]``, as Mistral's models write them."""
+"""MistralFormat: calls after ``[TOOL_CALLS]``, as Mistral's models write them."""
 
 from __future__ import annotations
 
@@ -63,21 +63,21 @@ class MistralFormat(ModelTrainedFormat):
 
     @property
     def name(self) -> str:
-        """The name by which an agent asks for the format."""
+        """The name by which an agent selects the format."""
         return "mistral"
 
     def instructions(self, tools: Sequence[ToolDescription]) -> str:
-        """The tools as JSON, and how to call them."""
+        """Describe the tools as JSON, and explain how to call them."""
         if not tools:
             return ""
         listed = json.dumps([tool.definition for tool in tools], ensure_ascii=False)
         return f"[AVAILABLE_TOOLS]{listed}[/AVAILABLE_TOOLS]\n\nTo call a tool, write this:\n{_EXAMPLES[self.style]}"
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text of a call.
+        """Return the text of a call.
 
         Raises:
-            UsageError: the name cannot stand before ``[ARGS]``.
+            UsageError: the name cannot be written before ``[ARGS]``.
         """
         if self.style == "list":
             return OPEN + json.dumps([{"name": name, "arguments": arguments}], ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Python call expressions as models write them, ``[f(a=1), g("x", b=None)]``: read without running anything."""
+"""Python call expressions as models write them, ``[f(a=1), g("x", b=None)]``: parsed without running anything."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LONGEST_NUMBER = 1000  # characters
 
 
 class InvalidPythonCall(ValueError):
-    """The text is no list of calls. The message says why."""
+    """The text is not a list of calls. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def read_calls(text: str, start: int) -> tuple[list[PythonCall], int]:
 
 
 def write_value(value: Any) -> str:
-    """A value as Python writes it, on one line, texts in double quotes."""
+    """Return a value in Python syntax, on one line, with texts in double quotes."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{write_value(key)}: {write_value(one)}" for key, one in value.items()) + "}"
     if isinstance(value, (list, tuple)):
@@ -144,7 +144,7 @@ class _PythonCallReader:
         return key, self.value()
 
     def _only_text(self, quotes: str) -> str:
-        """A text beside which no other stands: Python would join the two, which loses quotes that were not escaped."""
+        """Return a text that has no other text next to it. Python would join the two, which loses unescaped quotes."""
         text = self._text(quotes)
         self._match(_SPACE)
         if _QUOTES.match(self.text, self.position):

@@ -59,11 +59,11 @@ class Qwen3CoderFormat(ModelTrainedFormat):
 
     @property
     def name(self) -> str:
-        """The name by which an agent asks for the format."""
+        """The name by which an agent selects the format."""
         return "qwen3_coder"
 
     def instructions(self, tools: Sequence[ToolDescription]) -> str:
-        """The tools as JSON, one a line, and how to call them."""
+        """Describe the tools as JSON, one per line, and explain how to call them."""
         if not tools:
             return ""
         listed = "\n".join(json.dumps(tool.definition, ensure_ascii=False) for tool in tools)
@@ -85,10 +85,10 @@ class Qwen3CoderFormat(ModelTrainedFormat):
         return f"You can use these tools:\n<tools>\n{listed}\n</tools>\n\nTo call a tool, write this:\n{example}"
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text of a call; what is no text is written as JSON.
+        """Return the text of a call. Values that are not text are written as JSON.
 
         Raises:
-            UsageError: a name or a value holds tags of the format, so that it could not be read back as it is.
+            UsageError: a name or a value contains tags of the format, so that it could not be parsed back unchanged.
         """
         texts = {key: value if isinstance(value, str) else dump_escaped(value) for key, value in arguments.items()}
         parameters = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
@@ -150,7 +150,7 @@ def _arguments(text: str, position: int) -> tuple[dict[str, Any], int]:
 
 
 def _end_of_value(text: str, start: int, name: str) -> tuple[int, int]:
-    """The end of the value that begins at ``start``, and the position of what follows its closing tag."""
+    """Return the end of the value that begins at ``start``, and the position after its closing tag."""
     inside = 0  # parameters that are opened in the value
     for tag in _TAG.finditer(text, start):
         written = tag.group()

@@ -75,7 +75,7 @@ class ReActFormat(BlockFormat):
 
     @property
     def name(self) -> str:
-        """The name by which an agent asks for the format."""
+        """The name by which an agent selects the format."""
         return "react"
 
     def instructions(self, tools: Sequence[ToolDescription]) -> str:
@@ -96,7 +96,7 @@ class ReActFormat(BlockFormat):
         )
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text of a call. A single text is written bare where that can be, everything else as JSON."""
+        """Return the text of a call. A single text is written plainly if it can be, everything else as JSON."""
         if not arguments:
             return f"Action: {name}\nAction Input: {{}}"
         (value, *more) = arguments.values()
@@ -104,7 +104,7 @@ class ReActFormat(BlockFormat):
         return f"Action: {name}\nAction Input: {value if bare else dump_escaped(arguments)}"
 
     def result_message(self, call: ToolCall, observation: str) -> Message:
-        """A user message that begins with ``Observation:``."""
+        """Return a user message that begins with ``Observation:``."""
         return {"role": "user", "content": f"Observation: {observation}"}
 
     def _inner_markers(self) -> re.Pattern[str]:
@@ -148,7 +148,7 @@ def _nothing(tool: ToolDescription | None, *, misspelt: bool) -> dict[str, Any]:
 
 
 def _arguments(text: str, start: int, tool: ToolDescription | None) -> tuple[dict[str, Any], int]:
-    """The arguments that the input at ``start`` holds, and its end."""
+    """Return the arguments in the input at ``start``, and its end."""
     if found := object_arguments(text, start, tool):
         arguments, end = found
         if not _END_OF_LINE.match(text, end):

@@ -39,15 +39,15 @@ class ModelDefaultFormat:
 
     @property
     def name(self) -> str:
-        """The name by which an agent asks for the format."""
+        """The name by which an agent selects the format."""
         return "model"
 
     def instructions(self, tools: Sequence[ToolDescription]) -> str:
-        """Nothing: the chat template describes the tools."""
+        """Return an empty text: the chat template describes the tools."""
         return ""
 
     def parse(self, text: str, tools: Sequence[ToolDescription], *, first_call: int = 0) -> tuple[ToolCall, ...]:
-        """Not known without the model.
+        """Fail: calls cannot be parsed without the model.
 
         Raises:
             ConfigError: always.
@@ -55,7 +55,7 @@ class ModelDefaultFormat:
         raise self._unknown()
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
-        """Not known without the model.
+        """Fail: calls cannot be written without the model.
 
         Raises:
             ConfigError: always.

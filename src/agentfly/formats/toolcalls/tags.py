@@ -71,7 +71,7 @@ class TagsFormat(BlockFormat):
 
     @property
     def name(self) -> str:
-        """The name by which an agent asks for the format."""
+        """The name by which an agent selects the format."""
         return "tags"
 
     def instructions(self, tools: Sequence[ToolDescription]) -> str:
@@ -87,7 +87,7 @@ class TagsFormat(BlockFormat):
         )
 
     def write(self, name: str, arguments: dict[str, Any]) -> str:
-        """The text of a call. A single text is written as it stands where that can be, everything else as JSON."""
+        """Return the text of a call. A single text is written plainly if it can be, everything else as JSON."""
         if not arguments:
             return f"<{name}></{name}>"
         (value, *more) = arguments.values()
@@ -96,7 +96,7 @@ class TagsFormat(BlockFormat):
         return f"<{name}>\n{body}\n</{name}>" if "\n" in body else f"<{name}>{body}</{name}>"
 
     def result_message(self, call: ToolCall, observation: str) -> Message:
-        """A user message with the observation between tags."""
+        """Return a user message with the observation between tags."""
         return {"role": "user", "content": f"<{self.result_tag}>\n{observation}\n</{self.result_tag}>"}
 
     def _result_marker(self) -> re.Pattern[str]:
@@ -153,7 +153,7 @@ def _attributes(written: str) -> dict[str, Any]:
 
 
 def _object(text: str, position: int, tool: ToolDescription) -> tuple[dict[str, Any], int] | None:
-    """The arguments where the body is a JSON object of them, and the end of the call."""
+    """Return the arguments in a body that is a JSON object of them, and the end of the call."""
     space = _SPACE.match(text, position)
     found = object_arguments(text, space.end() if space else position, tool)
     if found is None:
@@ -167,7 +167,7 @@ def _object(text: str, position: int, tool: ToolDescription) -> tuple[dict[str, 
 
 
 def _body(text: str, start: int, tool: ToolDescription) -> tuple[str, int]:
-    """The text between the tags, and the end of the call."""
+    """Return the text between the tags, and the end of the call."""
     closing = f"</{tool.name}>"
     end = text.find(closing, start)
     if end < 0:
@@ -179,16 +179,14 @@ def _body(text: str, start: int, tool: ToolDescription) -> tuple[str, int]:
 
 
 def _require_clear_end(text: str, stop: int, tool: ToolDescription) -> None:
-    """That the call which ends at ``stop`` is not closed once more before the next call of the tool."""
+    """Check that the call that ends at ``stop`` has no second closing tag before the next call of the tool."""
     opening = re.compile(rf"<{tool.name}(?=[\s/>])").search(text, stop)
     if text.find(f"</{tool.name}>", stop, opening.start() if opening else len(text)) >= 0:
         raise _unclear(tool)
 
 
 def _unclear(tool: ToolDescription) -> UnparsableCall:
-    return UnparsableCall(
-        f"it holds a tag of {tool.name!r} itself, so its end cannot be told; write it as a JSON object"
-    )
+    return UnparsableCall(f"it holds a tag of {tool.name!r} itself, so its end is ambiguous; write it as a JSON object")
 
 
 def _trimmed(body: str) -> str:

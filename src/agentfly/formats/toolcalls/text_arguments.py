@@ -13,11 +13,11 @@ _MEMBER = re.compile(r"""\{\s*(?:(["}])|'?([^\W\d]\w*)'?\s*:)""")
 
 
 class UnparsableCall(ValueError):
-    """A text that is meant as a call does not hold one. The message says why, for the model."""
+    """A text that is meant as a call cannot be parsed. The message gives the model the reason."""
 
 
 def bare_argument(tool: ToolDescription) -> str | None:
-    """The argument that may stand without its name: the tool's only one, or the only one that must be given."""
+    """Return the argument that may be written without its name: the tool's only one, or the only required one."""
     names = [argument.name for argument in tool.schema.arguments]
     required = [argument.name for argument in tool.schema.arguments if argument.required]
     if len(names) == 1:
@@ -26,11 +26,11 @@ def bare_argument(tool: ToolDescription) -> str | None:
 
 
 def object_arguments(text: str, start: int, tool: ToolDescription | None) -> tuple[dict[str, Any], int] | None:
-    """The arguments that stand at ``start`` as a JSON object, and the position after it.
+    """Return the arguments in the JSON object at ``start``, and the position after it.
 
     Returns:
-        None where something else stands there; an object with other names than the tool's is something else too, if
-        the tool has an argument that may stand without its name.
+        None if there is no such object. An object with other names than the tool's arguments does not count either, if
+        the tool has an argument that may be written without its name.
 
     Raises:
         UnparsableCall: an object begins there that cannot be decoded.
@@ -68,7 +68,7 @@ def single_text_argument(written: str, tool: ToolDescription | None) -> dict[str
 
 
 def object_example(tool: ToolDescription) -> str:
-    """All arguments of a tool as a JSON object, for instance ``{"a": …, "b": …}``."""
+    """Return all arguments of a tool as a JSON object, for instance ``{"a": …, "b": …}``."""
     return "{" + ", ".join(f'"{argument.name}": …' for argument in tool.schema.arguments) + "}"
 
 
@@ -76,15 +76,15 @@ def argument_lines(tool: ToolDescription) -> Iterator[str]:
     """Describe a tool's arguments: one line for each that is not simply a required text."""
     for argument in tool.schema.arguments:
         kind = tool.schema.type_of(argument.name)
-        said = [kind if kind != "string" else "", "" if argument.required else "optional", argument.description]
-        if any(said):
-            yield f"  {argument.name}: {', '.join(filter(None, said))}"
+        details = [kind if kind != "string" else "", "" if argument.required else "optional", argument.description]
+        if any(details):
+            yield f"  {argument.name}: {', '.join(filter(None, details))}"
 
 
 def label_pattern(words: str) -> str:
-    """The pattern of a label: ``Action:``, numbered (``Action 1:``) or in bold (``**Action:**``, ``**Action**:``).
+    """Return the pattern of a label: ``Action:``, numbered ``Action 1:``, or bold ``**Action:**`` or ``**Action**:``.
 
-    Bold type that is not closed with the label is none: it would go on into what the line says.
+    Bold type must be closed at the label. Otherwise it would extend into the line's text.
 
     Args:
         words: the pattern of the words, without a group.

@@ -17,7 +17,7 @@ Buffers = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, order=True)
 class CacheRow:
-    """The cache row of a slot: a row of the bucket whose rows hold ``capacity`` tokens."""
+    """Where a slot is stored: a row of the bucket of rows with ``capacity`` tokens."""
 
     capacity: int
     row: int
@@ -68,7 +68,7 @@ class KVCache:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that there is room for."""
+        """The number of tokens that the cache has room for."""
         return sum(bucket.rows * bucket.capacity for bucket in self._buckets.values())
 
     def row_of(self, slot: int) -> CacheRow:
@@ -145,8 +145,8 @@ class _Write:
 
     Attributes:
         capacity: capacity of the bucket.
-        tokens: their packed indices, [n]; None if these are all tokens.
-        targets: ``row * capacity + position`` of each, [n].
+        tokens: packed indices of the tokens, [n]; None if these are all tokens of the step.
+        targets: ``row * capacity + position`` of each token, [n].
     """
 
     capacity: int

@@ -1,4 +1,4 @@
-"""SlotTable: which sequence is cached in which slot, and which slot a new request gets. It only decides.
+"""SlotTable: decides which slot a new request gets, and which cached prefix it reuses. It does not touch the cache.
 
 Slots of running sequences are never taken. An idle slot keeps the earlier turns of a rollout until the slot is needed.
 Slots of finished rollouts are taken first, then the least recently used ones.
@@ -24,8 +24,8 @@ class CachedSequence:
 
     Attributes:
         slot: the slot.
-        rollout_id: the rollout it belongs to; None once the rollout is forgotten.
-        ids: its token ids; while it runs, the whole prompt, too.
+        rollout_id: the sequence's rollout; None once the rollout is forgotten.
+        ids: its token ids. They include the whole prompt while the sequence runs.
         computed: number of ids whose keys and values are in the slot.
         running: whether a generation is using it.
         used: when it last ran, by the table's own counter.
@@ -52,7 +52,7 @@ class SlotAssignment:
 
 @dataclass
 class SlotTable:
-    """The residents of up to ``limit`` slots."""
+    """The sequences in up to ``limit`` slots."""
 
     limit: int
     residents: dict[int, CachedSequence] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class SlotTable:
         return max(own, key=lambda kept: kept.used, default=None)
 
     def _free_slot(self, keep: CachedSequence | None) -> int | None:
-        """Return a forgotten slot, else an empty one, else the least recently used idle one; ``keep`` as the last."""
+        """Return a slot: a forgotten one, else an empty one, else the least recently used idle one; ``keep`` last."""
         kept_slot = None if keep is None else keep.slot
         if forgotten := [slot for slot in self.evictable_slots() if slot != kept_slot]:
             return forgotten[0]

@@ -29,10 +29,10 @@ _PREFIX = "base_model.model."
 
 
 def base_of(path: Path) -> Path | None:
-    """Return the directory of the model that the adapters in ``path`` belong to; None if it holds a whole model.
+    """Return the directory of the model that the adapters in ``path`` belong to; None if ``path`` holds a whole model.
 
     Raises:
-        PrerequisiteError: that model is not where it was.
+        PrerequisiteError: the model is no longer there.
     """
     described = path / ADAPTER_FOLDER / "adapter_config.json"
     if not described.is_file():
@@ -89,7 +89,7 @@ def write_adapters(model: PreTrainedModel, folder: Path) -> None:
 
 
 def load_adapters(model: PreTrainedModel, path: Path) -> None:
-    """Put the adapters in ``path`` into those of a model, in place.
+    """Load the adapters in ``path`` into a model that has adapters already, in place.
 
     Raises:
         ConfigError: they are adapters of another model, or there are none.
@@ -138,11 +138,11 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def choose_device(device: str) -> torch.device:
-    """``auto`` is the first GPU if there is one, else the CPU.
+    """Return the device for a setting. ``auto`` is the first GPU if there is one, else the CPU.
 
     Raises:
-        PrerequisiteError: a GPU was asked for that is not there.
-        ConfigError: no such kind of device.
+        PrerequisiteError: the GPU does not exist.
+        ConfigError: the kind of device is unknown.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -156,14 +156,14 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """``auto`` is float32 on a CPU and bfloat16 on a GPU.
+    """Return the number format for a setting. ``auto`` is float32 on a CPU and bfloat16 on a GPU.
 
     The features of the CPU do not count, so a run computes in the same format on every machine. A CPU with native
-    bfloat16 samples at most a fifth faster in it and trains no faster, and log-probs of sampling and training come to
+    bfloat16 samples at most a fifth faster in it and trains no faster. The log-probs of sampling and training then
     differ (measured in docs/guides/learning.md).
 
     Raises:
-        ConfigError: no such precision.
+        ConfigError: the format is unknown.
     """
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -182,7 +182,7 @@ def load_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrain
 
     Raises:
         PrerequisiteError: the directory holds no such model.
-        ConfigError: the model's attention is of a kind that the embedded policy does not run.
+        ConfigError: the embedded policy does not support the model's kind of attention.
     """
     try:
         _refuse_unsupported(path, AutoConfig.from_pretrained(path, local_files_only=True))
@@ -257,8 +257,8 @@ SMALL_MODEL = 5_000_000
 def choose_threads(parameters: int) -> int:
     """Return the number of threads for a model with this many parameters.
 
-    ``OMP_NUM_THREADS`` is respected if it is set. Otherwise it is the number of cores this process may use: of those
-    its affinity allows, at most what the control group's CPU quota amounts to, hyper-threads counted once.
+    ``OMP_NUM_THREADS`` is respected if it is set. Otherwise it is the number of cores that this process may use, with
+    hyper-threads counted once. Its CPU affinity and the CPU quota of its control group limit this number.
     """
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if asked.isdecimal() and int(asked) > 0:

@@ -1,4 +1,4 @@
-"""Packed attention: a model runs all tokens of many rows as one sequence without padding, and shares their prefixes.
+"""Packed attention: a model runs the tokens of many rows as one sequence. There is no padding, and prefixes are shared.
 
 Linear layers, norms and embeddings do not depend on which row a token belongs to; only attention does. So the model is
 called once with the tokens of all rows in one sequence of length T. An *attention plan* determines which keys each

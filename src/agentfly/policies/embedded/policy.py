@@ -26,16 +26,16 @@ from agentfly.policies.policy import Generation, SamplingParams, unsampleable_id
 
 
 class EmbeddedPolicy:
-    """A policy whose model lives in this process.
+    """A policy whose model is loaded in this process.
 
     Generations join and leave one running batch at any token. Keys and values of a rollout's earlier turns are kept
     until the rollout is released. A prefix that a prompt shares with any cached sequence is copied instead of computed.
     The weights are those of ``model``. A trainer updates them in place inside `exclusive_access`, so nothing is
     synchronised. Ids without a token of the tokenizer are suppressed for the model, in sampling and in scoring.
 
-    Sampling is repeatable: the random numbers of a generation depend only on the policy's seed, the rollout's id and
-    the number of its turn, not on concurrent rollouts. The logits of a token can still differ in the last bit with the
-    batch that it is computed in, which rarely changes a sampled token.
+    Sampling is repeatable. The random numbers of a generation depend only on the policy's seed, the rollout's id and
+    the number of its turn, not on concurrent rollouts. The last bit of a token's logits can still depend on the batch
+    that it is computed in, which rarely changes a sampled token.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class EmbeddedPolicy:
         max_context_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
-        """Use a model that is already loaded.
+        """Use a loaded model.
 
         Args:
             model: a causal language model whose attention can be chosen (see `packed_attention`).
@@ -163,7 +163,7 @@ class EmbeddedPolicy:
 
         Raises:
             PromptTooLong: the prompt leaves no room for one token.
-            PolicyError: the generation failed, the policy is not entered, or there are images, which it cannot take.
+            PolicyError: the generation failed, the policy is not entered, or images are given, which it does not take.
         """
         if images:
             raise PolicyError(
@@ -181,7 +181,7 @@ class EmbeddedPolicy:
         return Generation(request.ids, request.logprobs, request.finish_reason, request.version, request.raw_logprobs)
 
     def release_rollout(self, rollout_id: str) -> None:
-        """Let the keys and values of a rollout that has ended be evicted."""
+        """Allow the keys and values of a finished rollout to be evicted."""
         self._turns.pop(rollout_id, None)
         if self._sampler is not None:
             self._sampler.enqueue(lambda batch: batch.forget(rollout_id))

@@ -20,8 +20,8 @@ def sample(
     """Draw one token for each row by inverting its cumulative distribution.
 
     Suppressed tokens have no probability. The logits are divided by the temperature, then cut to the ``top_k`` most
-    likely tokens, then to the smallest set of most likely tokens with ``top_p`` of the remaining mass. The log-prob is
-    that of the token under this distribution. At temperature 0 the most likely token is taken. Its log-prob is the one
+    likely tokens, then to the smallest set of most likely tokens with ``top_p`` of the remaining mass. The log-prob of
+    the token is taken under this distribution. At temperature 0 the most likely token is taken. Its log-prob is the one
     at temperature 1 without cuts, because under the distribution of temperature 0 it would always be 0.
 
     Args:
@@ -139,7 +139,7 @@ class OutputLayer:
         """Check that no id is suppressed.
 
         Raises:
-            ValueError: one of them is.
+            ValueError: an id is suppressed.
         """
         if self._ruled_out and bool((found := torch.isin(ids, self._at)).any()):
             raise ValueError(
@@ -149,7 +149,7 @@ class OutputLayer:
 
 
 def suppress_ids(model: PreTrainedModel, ids: Sequence[int]) -> None:
-    """Suppress ids of a model in sampling and scoring. The rest of the distribution is normalised.
+    """Suppress ids of a model in sampling and scoring. The other tokens share their probability.
 
     The ids belong to the model, so that sampling, training and references all use the same distribution.
     """

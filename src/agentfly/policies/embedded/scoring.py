@@ -1,4 +1,4 @@
-"""score_tokens: log-probs and entropies of given tokens, differentiable, for training and for checks.
+"""score_tokens: differentiable log-probs and entropies of given tokens, for training and for checks.
 
 Rows are packed (`packed_attention`): no padding goes through the linear layers, and common prefixes are computed once.
 The output layer sees only the positions whose next token is scored.
@@ -46,7 +46,7 @@ def score_tokens(
     temperature: float = 1.0,
     share_prefixes: bool = True,
 ) -> TokenScores:
-    """Compute log-probs and entropies of chosen tokens of rows, with gradients if they are enabled.
+    """Compute log-probs and entropies of chosen tokens of rows. Gradients are computed if they are enabled.
 
     Args:
         model: a causal language model.
@@ -59,7 +59,7 @@ def score_tokens(
         Scores of all targets, in the order of the rows; N is the number of targets.
 
     Raises:
-        ValueError: rows and targets do not fit together, or a token cannot be sampled from the model.
+        ValueError: rows and targets do not match, or the model cannot sample a token.
     """
     _check(rows, targets, temperature)
     hidden = hidden_states_before(model, rows, targets, share_prefixes=share_prefixes)
@@ -103,7 +103,7 @@ def score_states(
     *,
     temperature: float = 1.0,
 ) -> TokenScores:
-    """Score the hidden states that `hidden_states_before` returned; the arguments are those of `score_tokens`."""
+    """Score the hidden states that `hidden_states_before` returned. For the arguments see `score_tokens`."""
     wanted = [row[position] for row, positions in zip(rows, targets, strict=True) for position in positions]
     tokens, head = torch.tensor(wanted, dtype=torch.long, device=model.device), OutputLayer(model)
     head.require_sampleable(tokens)
@@ -147,7 +147,7 @@ def _score_hidden(head: OutputLayer, hidden: torch.Tensor, wanted: torch.Tensor,
 class _LogProbAndEntropy(torch.autograd.Function):
     """Log-softmax at one token per row, and entropy. Only the logits are kept for the backward pass.
 
-    With p the softmax of the logits z, H its entropy and y the token: d log p_y / dz = onehot(y) - p and
+    Let p be the softmax of the logits z, H its entropy and y the token. Then d log p_y / dz = onehot(y) - p and
     dH / dz = -p (log p + H).
     """
 

@@ -1,5 +1,5 @@
 """A policy whose model is served by vLLM.
 
-From the outside in: policy and its settings, fleet (the servers as one), members (one server each), routes, proof,
-reference, exchange.
+`policy` has the policy and its settings, `fleet` the servers as one, `servers` a single server, and `weight_sync` the
+transfer of weights and their check.
 """

@@ -111,10 +111,10 @@ class WeightUpdate:
 
     Attributes:
         version: the version of the weights from now on.
-        logprob_gap: mean absolute difference of the probe's log-probs, served and by the reference, in nats a token:
+        logprob_gap: mean absolute difference between served and reference log-probs of the probe, in nats per token:
             the largest of all servers.
         previous_logprob_gap: the same difference for the weights that were served before the update.
-        paused_s: seconds for which nothing could be sampled.
+        paused_s: seconds in which nothing could be sampled.
     """
 
     version: int

@@ -1,4 +1,4 @@
-"""VLLMPolicy: a model served by vLLM, token ids in and out, its weights updated in place and proved."""
+"""VLLMPolicy: a model served by vLLM, with token ids in and out, and with checked updates of its weights."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class VLLMPolicy:
     """A policy whose model is served by one or several vLLM servers.
 
     All generations of a rollout go to one server, so that its prefix cache holds the earlier turns. A new rollout goes
-    to the server with the fewest rollouts. A server that does not answer is left out and its rollouts move to others.
-    It is used again once it has proved that it holds the policy's weights. Cancelling a generation ends it on the
-    server. A generation whose answer was lost is sampled once more; nothing of the lost answer was used.
+    to the server with the fewest rollouts. A server that does not answer is no longer used, and its rollouts move to
+    others. It is used again once a check shows that it serves the policy's weights. Cancelling a generation ends it on
+    the server. A generation whose answer was lost is sampled once more; nothing of the lost answer was used.
 
-    The servers are started by an engine, or run already::
+    The policy starts the servers with an engine, or uses servers that are already running::
 
         VLLMPolicy(ModelServerSpec(model="Qwen/Qwen2.5-3B-Instruct", device="gpu"), servers=4)
         VLLMPolicy(urls=["http://a:8000/v1", "http://b:8000/v1"], model="Qwen/Qwen2.5-3B-Instruct")
@@ -79,13 +79,13 @@ class VLLMPolicy:
         urls: addresses of running servers, instead of ``spec``. They must run with ``--enable-scale-out
             --logprobs-mode processed_logprobs`` and ``VLLM_SERVER_DEV_MODE=1``. Weight updates need the worker
             extension `agentfly.resources.model_server.programs.agentfly_weights`.
-        model: the model of these servers, as a directory or a name. Its tokenizer is loaded here.
+        model: the model of these servers, as a directory or a name. Its tokenizer is loaded in this process.
         api_key_env: the environment variable that holds the key of these servers, if they require one.
         in_flight: what an update does with running generations. ``"wait"`` waits for their end. ``"keep"`` continues
-            them with the new weights; their versions then tell which token came from which weights.
+            them with the new weights; each token then has the version of the weights that sampled it.
         raw_logprobs: whether log-probs at temperature 1 are also returned where tokens are sampled otherwise. The
             server then scores each such sample once more, which vLLM cannot do on servers with adapters.
-        probe_ids: token ids of the probe that proves updates; by default the ids of `PROBE`.
+        probe_ids: token ids of the probe that updates are checked with; by default the ids of `PROBE`.
         max_logprob_gap: largest mean distance between server and reference, in nats per token, that counts as
             rounding; by default 0.002 where the servers compute in float32, and 0.06 otherwise.
         weight_transfer_dir: directory through which weights go to the servers; by default the system's directory for
@@ -93,8 +93,8 @@ class VLLMPolicy:
         load_method: the method of the servers' workers that loads weights; vLLM's own is ``"reload_weights"``.
         drain_timeout_s: maximum number of seconds that an update waits for running generations.
         server_wait_timeout_s: maximum number of seconds that a generation waits for a usable server.
-        call_timeout_s: maximum duration in seconds of one generation on a server given by its address. For other
-            servers the spec says it.
+        call_timeout_s: maximum duration in seconds of one generation, for servers given by ``urls``. A spec has its own
+            setting.
 
     Raises:
         ConfigError: the settings contradict each other, or name no model.
@@ -168,18 +168,18 @@ class VLLMPolicy:
 
     @property
     def context_length(self) -> int:
-        """The most tokens, prompt and sampled together, that a generation can hold; known once it is entered."""
+        """Maximum number of tokens in a generation, prompt included. It is known once the policy is entered."""
         self._require_entered()
         return self._context_length
 
     @property
     def version(self) -> int:
-        """How many times the weights have been updated."""
+        """The number of updates of the weights so far."""
         return self._version
 
     @property
     def max_concurrent_generations(self) -> int | None:
-        """How many sequences all servers sample at a time, where the spec says it."""
+        """Number of sequences that all servers together sample at a time; None if the spec does not set it."""
         spec = self._spec
         return None if spec is None or spec.max_num_seqs is None else spec.max_num_seqs * self._servers
 
@@ -195,12 +195,12 @@ class VLLMPolicy:
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether the servers are started with room for adapters. Of servers that are there already it is not known."""
+        """Whether the policy starts its servers with room for adapters. False for servers given by ``urls``."""
         return self._spec is not None and self._spec.adapters > 0
 
     @property
     def loads(self) -> dict[str, int]:
-        """How many rollouts each server has."""
+        """Number of rollouts of each server."""
         return self._require_entered().routes.loads
 
     async def generate(
@@ -214,18 +214,18 @@ class VLLMPolicy:
         """Sample a continuation of ``prompt_ids``; see `agentfly.policies.policy.Policy.generate`.
 
         Log-probs are those under the distribution that was sampled from; at temperature 0 they are those at
-        temperature 1 without cuts. Ids that no token has are barred (see `MAX_SUPPRESSED_IDS`).
+        temperature 1 without cuts. Ids without a token are suppressed (see `MAX_SUPPRESSED_IDS`).
 
         Raises:
             PromptTooLong: the prompt leaves no room for one token; nothing was sent.
-            ConfigError: images for a model that sees none.
+            ConfigError: images are given to a model that takes none.
             WeightUpdateError: the last update of the weights failed.
             PolicyUnavailable: servers died, or did not answer in time.
-            PolicyError: the server refuses, or its answer cannot be trusted.
+            PolicyError: the server refused the request, or its answer is not valid.
         """
         fleet = self._require_entered()
         self._check_prompt(prompt_ids, images)
-        failure = "there is none"
+        failure = "no server is left"
         for _ in range(len(fleet.members) + 1):
             member = await fleet.server_for(rollout_id)
             try:
@@ -234,7 +234,7 @@ class VLLMPolicy:
                 if version is not None:
                     raw = await self._raw_logprobs(member, prompt_ids, sample, sampling, version, images)
                     return Generation(sample.ids, sample.logprobs, sample.finish_reason, version, raw)
-                failure = f"{member.name} has other weights than it was given"
+                failure = f"{member.name} does not have the weights of this policy"
             except (APIMalformed, APIRefused) as error:
                 raise PolicyError(f"{member.name}: {error_message(error)}") from error
             except ResourceError as error:
@@ -243,7 +243,7 @@ class VLLMPolicy:
         raise PolicyUnavailable(f"No server sampled: {failure}")
 
     def release_rollout(self, rollout_id: str) -> None:
-        """The rollout has ended: its server has room for another."""
+        """Make room for another rollout on the server of a rollout that has ended."""
         if self._fleet is not None:
             self._fleet.routes.release_rollout(rollout_id)
 
@@ -271,21 +271,20 @@ class VLLMPolicy:
     async def update_weights(
         self, source: WeightSource, *, reference: TrainerLogprobs | None = None, version: int | None = None
     ) -> WeightUpdate:
-        """Have all servers serve other weights of the same model, and prove that they do. An adapter goes with the old.
+        """Load other weights of the same model into all servers, and check that they serve them. An adapter is removed.
 
         Args:
             source: a directory with safetensors files, or an iterator over names and tensors. A directory must stay
-                until the next update: a server that dies is given it again.
-            reference: log-probs by the trainer's model, to compare with; without one the weights are loaded from the
-                directory in this process. It is called once, while generations still run.
-            version: what to call the weights; by default one more than before.
+                until the next update: a server that restarts loads it again.
+            reference: log-probs by the trainer's model, to compare with. By default the weights are loaded from the
+                directory in this process. The reference is called once, while generations still run.
+            version: the version of the new weights; by default the next number.
 
         Raises:
             ConfigError: the directory has no weights.
-            PolicyUnavailable: no server can be used, or running generations did not end in time; the weights are
-                the old ones.
-            WeightUpdateError: a server could not make it; then none is used until an update succeeds.
-            WeightMismatch: the same: a server does not serve what it was given.
+            PolicyUnavailable: no server is usable, or running generations did not end in time. The weights are
+            unchanged. WeightUpdateError: a server could not be updated. Nothing is sampled until an update succeeds.
+            WeightMismatch: a server does not serve the new weights, by the check. The consequence is the same.
         """
         fleet = self._require_entered()
         directory = await run_in_thread(self._transfer.write_weights, source)
@@ -295,14 +294,16 @@ class VLLMPolicy:
     async def update_adapter(
         self, source: AdapterSource, *, reference: TrainerLogprobs | None = None, version: int | None = None
     ) -> WeightUpdate:
-        """Have all servers sample with a LoRA adapter from now on, in the place of the one before, and prove it.
+        """Load a LoRA adapter into all servers, in place of the previous one, and check that they sample with it.
 
         Args:
-            source: the directory of an adapter, as peft saves it, which must stay until the next update; or a function
-                that saves one into the directory it is given.
-            reference, version: as of `update_weights`; without a reference peft is needed.
+            source: the directory of an adapter in peft's format, which must stay until the next update; or a function
+                that saves an adapter into the directory that it is given.
+            reference, version: see `update_weights`. The default reference needs peft.
 
-        Raises: as `update_weights`, and `UsageError` if the spec has no ``adapters``.
+        Raises:
+            UsageError: the spec has no ``adapters``.
+            ConfigError, PolicyUnavailable, WeightUpdateError, WeightMismatch: see `update_weights`.
         """
         fleet = self._require_entered()
         path = await run_in_thread(self._transfer.write_adapter, source)
@@ -363,7 +364,7 @@ class VLLMPolicy:
         version: int | tuple[int, ...],
         images: Sequence[PlacedImage],
     ) -> Sequence[float] | None:
-        """Log-probs at temperature 1 without cuts; None where they are not asked for, or cannot be had."""
+        """Return log-probs at temperature 1 without cuts; None if they are not requested or not available."""
         plain = sampling.temperature == 0 or (sampling.temperature, sampling.top_p, sampling.top_k) == (1, 1, 0)
         if plain and set(sampling.suppressed_ids) <= set(self._never_sampled):
             return sample.logprobs
@@ -374,7 +375,7 @@ class VLLMPolicy:
         return numbers[-len(sample.ids) :] if version == self._version else None
 
     def _barred(self, sampling: SamplingParams) -> Sequence[int]:
-        """The ids that the server must not sample: those asked for, and as many of the others as it takes."""
+        """Return the ids to suppress: the requested ones, and as many ids without a token as vLLM accepts."""
         return tuple(dict.fromkeys([*sampling.suppressed_ids, *self._never_sampled]))[:MAX_SUPPRESSED_IDS]
 
     @property
@@ -409,7 +410,7 @@ class VLLMPolicy:
 
 
 def _collapse_placeholders(ids: Sequence[int], images: Sequence[PlacedImage], placeholder: int | None) -> list[int]:
-    """Ids with one placeholder for each image, as vLLM takes them; it puts in as many as the image needs."""
+    """Return ids with one placeholder for each image. vLLM expects one, and inserts the number that the image needs."""
     collapsed: list[int] = []
     done = 0
     for placed in sorted(images, key=lambda placed: placed.start):

@@ -90,7 +90,7 @@ class PolicyServer(ABC):
 
 
 def _is_after_cut(logprob: float) -> bool:
-    """Return whether a log-prob is that of the only token left, or of one of a few equally likely ones.
+    """Return whether a log-prob shows that a cut left one token, or a few that are equally likely.
 
     In half precision the two or three largest logits are often equal. A cut to the most likely token keeps them all.
     """

@@ -39,9 +39,9 @@ class WeightTransferDirectory:
     """Writes weights for servers, and keeps those that restarted servers may need.
 
     Args:
-        model: the model's directory, whose configuration files are copied beside the weights.
-        directory: the directory to write in. Servers on other machines must see it under the same path. By default the
-            machine's directory for temporary files.
+        model: the model's directory. Its configuration files are copied beside the weights.
+        directory: the directory to write in; by default the system's directory for temporary files. Servers on other
+            machines must see it under the same path.
     """
 
     def __init__(self, model: Path, directory: Path | None = None) -> None:
@@ -52,7 +52,7 @@ class WeightTransferDirectory:
         self._numbers = count(1)
 
     def write_weights(self, source: WeightSource) -> Path:
-        """Return the directory of weights, and write them there first if they are not in one. It blocks on the disk.
+        """Return the directory of weights. An iterator's weights are first written to one, which blocks.
 
         Raises:
             ConfigError: the directory has no safetensors files.
@@ -73,7 +73,7 @@ class WeightTransferDirectory:
         return path
 
     def write_adapter(self, source: AdapterSource) -> Path:
-        """Return the directory of an adapter, and write it there first if it is not in one.
+        """Return the directory of an adapter. A function's adapter is first written to one, which blocks.
 
         Raises:
             ConfigError: the directory holds no adapter.
@@ -162,16 +162,16 @@ class WeightCheck:
         expected: Sequence[float],
         before: tuple[Sequence[float], Sequence[float]] | None = None,
     ) -> float:
-        """Return the mean absolute difference between the log-probs on both sides.
+        """Return the mean absolute difference between served and expected log-probs.
 
         Args:
-            server: what messages call the server.
-            served: log-probs of the probe's ids but the first, by the server.
-            expected: the same by the reference.
-            before: what both were before the update, where that is known.
+            server: the server's name in messages.
+            served: log-probs of all ids of the probe but the first, from the server.
+            expected: the same log-probs from the reference.
+            before: both before the update, if known.
 
         Raises:
-            WeightMismatch: they are further apart than rounding, or the server did not change at all.
+            WeightMismatch: the difference is larger than rounding, or the server's log-probs did not change at all.
         """
         distance = mean_abs_difference(served, expected)
         if not distance <= self.max_logprob_gap:  # and so also if it is not a number
@@ -197,7 +197,7 @@ def mean_abs_difference(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the mean absolute difference of two sequences of numbers.
 
     Raises:
-        WeightMismatch: they are not of one length.
+        WeightMismatch: the sequences differ in length.
     """
     if len(one) != len(other):
         raise WeightMismatch(
@@ -220,7 +220,7 @@ async def compute_logprobs(reference: TrainerLogprobs, ids: Sequence[int]) -> tu
 
 
 def logprobs_of_model(model: PreTrainedModel) -> TrainerLogprobs:
-    """A reference by a transformers model in this process, such as the `model` of an `EmbeddedPolicy`."""
+    """Return a reference that uses a transformers model in this process, such as the `model` of an `EmbeddedPolicy`."""
     import torch
 
     def logprobs(ids: Sequence[int]) -> Sequence[float]:
@@ -235,11 +235,11 @@ def logprobs_of_model(model: PreTrainedModel) -> TrainerLogprobs:
 
 
 def logprobs_of_directory(model: Path, weights: Path | None, adapter: Path | None) -> TrainerLogprobs:
-    """A reference that loads the model anew, in float32 on the processor, each time it is asked.
+    """Return a reference that loads the model at each call, in float32 on the CPU.
 
     Args:
         model: the model's directory.
-        weights: where its weights are, if elsewhere.
+        weights: directory of the weights, if they are elsewhere.
         adapter: directory of a LoRA adapter on top.
     """
 

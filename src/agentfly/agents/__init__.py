@@ -1,1 +1,1 @@
-"""Layer I: what a user writes."""
+"""Agents: the agent, its tools, memory and rewards, which users write."""

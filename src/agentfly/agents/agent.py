@@ -34,7 +34,7 @@ from agentfly.resources.spec import ResourceSpec
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Subagent(Tool):
-    """A tool whose calls an agent answers. Made by `Agent.as_tool`.
+    """A tool that another agent answers. Made by `Agent.as_tool`.
 
     The function builds the agent's prompt from the call's arguments. The rollout layer then runs the agent in the same
     rollout, and its final answer is the observation. ``max_output_tokens`` limits the answer; the prompt is never
@@ -231,11 +231,11 @@ class Agent:
             raise UnknownTool(f"There is no tool {str(name)[:100]!r}. {known}") from None
 
     def as_tool(self, prompt: Callable[..., Any] | str, *, name: str | None = None) -> Subagent:
-        """Make this agent a tool of another agent.
+        """Return this agent as a tool of another agent.
 
         Each call starts a new conversation in the same rollout. It uses the agent's own prompt, tools, memory and
         limits, and the rollout's context, task and resources. Its turns are in the same trajectory, in separate token
-        sequences. Its answer is the observation. If a limit ends the conversation, the caller is told which.
+        sequences. Its answer is the observation. If a limit ends the conversation, the observation says which.
 
         The agent reads its prompt in full. An answer longer than the tool's ``max_output_tokens`` is truncated for the
         caller like any observation; the record keeps all of it.
@@ -292,7 +292,7 @@ class Agent:
 
     @cached_property
     def tools_for_template(self) -> tuple[dict[str, Any], ...]:
-        """Definitions for the model's chat template; empty where the system message describes the tools."""
+        """Definitions for the model's chat template; empty if the system message describes the tools."""
         return tuple(tool.definition for tool in self.tools) if self.format.uses_chat_template else ()
 
     def assistant_message(self, text: str, calls: Sequence[ToolCall], *, opened: str = "") -> Message:

@@ -130,7 +130,7 @@ class MCPToolFunction:
 
 
 def _ask(spec: MCPServerSpec) -> tuple[Sequence[Listed], float]:
-    """The tools of a server, and the seconds that its start took."""
+    """Return the tools of a server, and the duration of its start in seconds."""
 
     async def ask() -> tuple[Sequence[Listed], float]:
         async with ResourceEngine() as engine:

@@ -31,7 +31,7 @@ class Reward(RewardFunction):
     injectable_names: ClassVar[tuple[str, ...]] = ("response", "trajectory", "task", "prompt", "turn")
 
     async def score(self, trajectory: Trajectory, context: Context) -> RewardResult:
-        """Score a finished rollout. An exception leaves the trajectory unscored; no failure becomes a score of zero.
+        """Score a finished rollout. An exception leaves the trajectory unscored, so no failure becomes a score of zero.
 
         Raises:
             RewardDefinitionError: the function requires a field that the task does not have, or returned no score.

@@ -59,7 +59,7 @@ class ToolResult:
         """The images, in order.
 
         Raises:
-            ToolDefinitionError: something among them is no image.
+            ToolDefinitionError: a value among them is not an image.
         """
         given = self.image if isinstance(self.image, (list, tuple)) else () if self.image is None else (self.image,)
         return tuple(map(_as_image, given))
@@ -119,7 +119,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _says_nothing(value: Any) -> bool:
-    """Whether an object's text is only its address: iterators, and objects without a repr."""
+    """Return whether an object's text is only its address, as for iterators and objects without a repr."""
     if has_own_str(value):
         return False
     if isinstance(value, Iterator | AsyncIterator):

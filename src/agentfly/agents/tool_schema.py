@@ -71,14 +71,14 @@ class ToolSchema(ABC):
         """
 
     def describe(self) -> str:
-        """The arguments in a few words, for instance ``city (string), days (integer, optional)``."""
+        """Describe the arguments briefly, for instance ``city (string), days (integer, optional)``."""
         return ", ".join(
             f"{argument.name} ({self.type_of(argument.name)}{'' if argument.required else ', optional'})"
             for argument in self.arguments
         )
 
     def type_of(self, name: str) -> str:
-        """The type of an argument in JSON's words."""
+        """Return the type of an argument in JSON's terms."""
         return describe_type(self.json_schema["properties"][name])
 
     def refusal(self, given: Mapping[str, Any], problems: Sequence[str]) -> InvalidArguments:
@@ -94,12 +94,13 @@ class ToolSchema(ABC):
 
 
 class ArgumentSchema(ToolSchema):
-    """The arguments of a tool: their JSON schema, and their validation.
+    """The arguments of a tool, with their JSON schema and their validation.
 
     A value of another form is converted to the declared type if that loses nothing: the texts ``"5"``, ``"True"``,
-    ``'["a"]'`` and ``"null"`` become a number, a boolean, a list and null. A value whose type allows a string stays as
-    written: ``"0123"``, and ``"none"`` of an enumeration. Only if a tool-call format writes all values as texts is
-    ``null`` read as null where null is allowed too.
+    ``'["a"]'`` and ``"null"`` become a number, a boolean, a list and null. A value is not converted if its type allows
+    a
+    string: ``"0123"``, and ``"none"`` of an enumeration. If null is allowed, too, the text ``null`` is read as null
+    only in tool-call formats that write all values as texts.
 
     Args:
         tool: name of the tool, for messages.
@@ -123,13 +124,13 @@ class ArgumentSchema(ToolSchema):
         return ArgumentSchema, (self.tool, self.arguments)  # a model made at run time does not pickle
 
     def validate(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments as the tool's types, those that were not given left out.
+        """Return the arguments as values of the tool's types. Arguments that were not given are left out.
 
-        Of a default that can be changed, such as a list, each call has a copy: it would be shared by all rollouts.
+        A mutable default, such as a list, is copied for each call, because all rollouts would share it.
 
         Raises:
-            InvalidArguments: a name is missing or too many, or a value does not fit. The message says which, and what
-                was expected, and repeats what was given, cut to about 800 characters.
+            InvalidArguments: a name is missing or unknown, or a value does not fit. The message says which one and what
+                was expected, and repeats the given arguments, cut to about 800 characters.
         """
         try:
             model = self._model.model_validate(coerce_to_schema(dict(given), self.json_schema))
@@ -145,12 +146,12 @@ class ArgumentSchema(ToolSchema):
 
 
 def _can_change(default: Any) -> bool:
-    """Whether a tool could write into a default."""
+    """Return whether a default value is mutable."""
     return isinstance(default, list | dict | set | bytearray | BaseModel) or is_dataclass(default)
 
 
 def _field(number: int) -> str:
-    """Name of a model's field: numbered, so that no argument's name can clash with a name of pydantic's."""
+    """Return the numbered name of a model's field, so that no argument's name clashes with one of pydantic's."""
     return f"argument_{number}"
 
 
@@ -196,7 +197,7 @@ def _with_typed_dicts(annotation: Any) -> Any:
 
 
 def _read_whole(annotation: Any) -> Any:
-    """A type in which any iterable is a list: pydantic would check what it holds only while the tool reads it."""
+    """Return a type with lists for iterables. pydantic would check an iterable's items only when the tool reads it."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if Iterable in (annotation, origin):
         return list[inner[0]] if inner else list  # type: ignore[valid-type]
@@ -309,7 +310,7 @@ class JSONSchemaArguments(ToolSchema):
         return JSONSchemaArguments, (self.tool, self._given)
 
     def validate(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments, read as the schema wants them, under the name ``arguments``."""
+        """Return the arguments, converted to the schema's types, under the name ``arguments``."""
         try:
             read = coerce_to_schema(dict(given), self.json_schema)
             problems = list(self._problems(read))
@@ -350,7 +351,7 @@ class JSONSchemaArguments(ToolSchema):
 
 
 def _of_an_object(tool: str, schema: Mapping[str, Any] | bool) -> dict[str, Any]:
-    """The schema, where an object can fit it; ``true`` takes any."""
+    """Return the schema if an object can fit it; ``true`` accepts any."""
     if schema is True:
         return {"type": "object", "additionalProperties": True}
     if not isinstance(schema, Mapping):
@@ -412,7 +413,7 @@ def _validator(tool: str, schema: Mapping[str, Any], work: _Work) -> Any:
 
 
 def _counted(name: str, evaluate: Evaluate, work: _Work) -> Evaluate:
-    """A keyword's evaluation that counts what it costs."""
+    """Return a keyword's evaluation that counts its cost."""
 
     def counted(validator: Any, value: Any, instance: Any, schema: Mapping[str, Any]) -> Iterator[Any]:
         work.spend(1 + (len(value) // 10 if isinstance(value, (list, dict)) else 0))
@@ -430,7 +431,7 @@ def _unchecked(validator: Any, value: Any, instance: Any, schema: Mapping[str, A
 
 
 def _pattern(validator: Any, pattern: Any, instance: Any, schema: Mapping[str, Any]) -> Iterator[Any]:
-    """Whether a text has a pattern in it, as far as an engine of linear time knows the pattern's dialect."""
+    """Check a text against a pattern, as far as the linear-time engine supports the pattern's dialect."""
     if not isinstance(instance, str) or len(instance) > LONGEST_MATCHED or (matcher := _matcher(pattern)) is None:
         return
     try:
@@ -443,7 +444,7 @@ def _pattern(validator: Any, pattern: Any, instance: Any, schema: Mapping[str, A
 
 @functools.lru_cache(maxsize=1000)
 def _matcher(pattern: str) -> SchemaValidator | None:
-    """Tells whether a text has a pattern in it, in linear time; None for a pattern of another dialect."""
+    """Return a linear-time search for a pattern; None for a pattern of another dialect."""
     try:
         return SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
     except SchemaError:

@@ -1,1 +1,1 @@
-"""Graders: what decides whether an agent's work is right."""
+"""Graders: they decide whether an agent's work is right."""

@@ -1,13 +1,15 @@
-"""The program that runs tests in a grading box: a supervisor, and under it the process in which pytest runs.
+"""The program that runs tests in a grading container: a supervisor, and a child process in which pytest runs.
 
-It is sent into the box and run there by the box's own Python (3.8 or newer), so it imports nothing of this package.
+It is copied into the container and run there by the container's own Python (3.8 or newer), so it imports nothing of
+this package.
 
-The supervisor reads an order, a file that it removes at once, starts the tests, hears their report by a pipe, ends
-them on time, and writes one line on its stdout. The line begins with the order's secret, so that nothing else that is
-printed there can be taken for it. The kernel lets no other process of the box's user look into either process.
+The supervisor reads its order from a file, which it removes at once. It starts the tests, reads their report from a
+pipe, kills them at the time limit, and writes one line on its stdout. The line begins with the order's secret, so no
+other printed text can be mistaken for it. The kernel lets no other process of the container's user read the memory of
+either process.
 
-The report is made in the process of the tests, where the tested code runs, too. Its records are signed, each with those
-before it, by a key that came in by a pipe. Code that looks for the key in its own process can find it.
+The report is made in the test process, where the tested code runs, too. Each record is signed together with the
+records before it. The key comes through a pipe. Code that searches its own process for the key can find it.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class WriteRecord(Protocol):
 
 
 def forbid_ptrace() -> None:
-    """Have the kernel let no other process of this user look into this one."""
+    """Forbid other processes of this user to trace this process or read its memory."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
@@ -61,7 +63,7 @@ def forbid_ptrace() -> None:
 
 
 def supervise(path: str) -> None:
-    """Carry out the order in a file, which is gone before anything of it begins."""
+    """Carry out the order in a file, which is removed before the tests start."""
     forbid_ptrace()
     with open(path, "rb") as file:  # noqa: PTH123
         order = json.loads(file.read())
@@ -112,7 +114,7 @@ class TestProcess:
         self._selector.register(printed, selectors.EVENT_READ)
 
     def read_until(self, deadline: float) -> bool:
-        """Hear the tests until they have ended or say too much; whether the deadline came first."""
+        """Read from the tests until they end or exceed the limit of output. Return whether the deadline came first."""
         while self._child.poll() is None and len(self.report) <= MOST_REPORT:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -121,7 +123,7 @@ class TestProcess:
         return False
 
     def end(self) -> None:
-        """Kill what still runs in the session of the tests, and read what they wrote before."""
+        """Kill the remaining processes of the tests' session, and read their last output."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
@@ -130,7 +132,7 @@ class TestProcess:
             pass
 
     def _take(self, seconds: float) -> bool:
-        """Read from the pipes; whether there was anything."""
+        """Read from the pipes. Return whether there was anything."""
         found = False
         for key, _ in self._selector.select(seconds):
             chunk = os.read(key.fd, CHUNK)
@@ -148,7 +150,7 @@ class TestProcess:
 
 
 def run_tests(pipe: int) -> None:
-    """Run the tests of the order on stdin, report them by the pipe, and end at once."""
+    """Run the tests of the order on stdin, report them through the pipe, and end at once."""
     forbid_ptrace()
     os.set_inheritable(pipe, False)
     order = json.loads(sys.stdin.buffer.read())
@@ -174,7 +176,7 @@ def run_tests(pipe: int) -> None:
 
 
 def signed_record_writer(pipe: int, key: bytes) -> WriteRecord:
-    """Return a function that writes records into a pipe. Each is a line with its signature and its JSON."""
+    """Return a function that writes records into a pipe. Each is one line: its signature and its JSON."""
     signature = b""
 
     def say(record: dict[str, Any]) -> None:
@@ -189,14 +191,14 @@ def signed_record_writer(pipe: int, key: bytes) -> WriteRecord:
 
 
 class PytestReporter:
-    """A plugin of pytest that leaves only the wanted tests, and reports each of their phases."""
+    """A pytest plugin that selects the named tests and reports each of their phases."""
 
     def __init__(self, say: WriteRecord, names: frozenset[str]) -> None:
         self._say = say
         self._names = names
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
-        """Leave the tests that are named, and the cases of those that have some."""
+        """Select the named tests with all their cases."""
         wanted = [item for item in items if any(covers(name, item.nodeid) for name in self._names)]
         left = set(map(id, wanted))
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in left])
@@ -220,7 +222,7 @@ def covers(name: str, node: str) -> bool:
 
 
 def import_all(package: str) -> None:
-    """Import a package with its modules, so that nothing of it is looked for on the path later on."""
+    """Import a package with its modules, so that none is imported from the path later."""
     inner = getattr(importlib.import_module(package), "__path__", ())
     for found in pkgutil.walk_packages(inner, f"{package}."):
         with contextlib.suppress(Exception):
@@ -228,7 +230,7 @@ def import_all(package: str) -> None:
 
 
 def snapshot_functions() -> dict[str, tuple[object, object]]:
-    """The functions of pytest and what it is made of, with their code, and what is built in."""
+    """Return the functions of pytest and its dependencies, with their code, and the built-in functions."""
     found: dict[str, tuple[object, object]] = {}
     for name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and name.partition(".")[0] in WATCHED:
@@ -254,7 +256,7 @@ def functions_of(module: ModuleType) -> Iterator[tuple[str, object]]:
 
 
 def tampered_functions(before: dict[str, tuple[object, object]]) -> list[str]:
-    """Return the names of functions that were changed."""
+    """Return the names of changed functions."""
     now = snapshot_functions()
     return [
         name

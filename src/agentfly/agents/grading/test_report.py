@@ -14,7 +14,7 @@ from agentfly.agents.grading.pytest_harness import covers
 
 @dataclass(frozen=True)
 class TestReport:
-    """The named tests that passed and failed.
+    """Which of the named tests passed.
 
     Attributes:
         passed: the names whose tests all passed, in all cases.
@@ -46,12 +46,12 @@ class TestReport:
 
     @property
     def reward(self) -> float:
-        """1 if every named test passed, and else 0."""
+        """1 if every named test passed, else 0."""
         return float(self.all_passed)
 
 
 def all_failed(names: Sequence[str], problem: str, output: str = "", seconds: float = 0.0) -> TestReport:
-    """The report where nothing counts."""
+    """Return the report of a run in which no test counts as passed."""
     return TestReport((), tuple(names), problem, output, seconds=seconds)
 
 
@@ -92,10 +92,10 @@ def read_report(found: Mapping[str, Any], names: Sequence[str], canaries: Sequen
 
 
 def _signed(report: bytes, key: bytes) -> list[dict[str, Any]]:
-    """The records of a report, without what stands behind the last whole line of one that does not come to its end.
+    """Return the records of a report. An incomplete last line is dropped.
 
     Raises:
-        ValueError: a record is not signed as it should be, or stands behind the end.
+        ValueError: a record has a wrong signature, or follows the final record.
     """
     records: list[dict[str, Any]] = []
     before = b""
@@ -114,7 +114,7 @@ def _signed(report: bytes, key: bytes) -> list[dict[str, Any]]:
 
 
 def _passed(records: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-    """For each test that ran, whether it was set up, called (once and for each subtest) and torn down, all well."""
+    """Return for each test that ran whether its set-up, its call (with all subtests) and its tear-down passed."""
     phases: dict[str, list[tuple[str, str]]] = {}
     for record in records:
         if record["kind"] == "phase":

@@ -35,13 +35,13 @@ COMPILED_FILES = (".pyc", ".pyo", ".pth")
 
 
 class AgentFiles:
-    """Files and directories of an agent's box, as copies on this machine.
+    """Copies of the files and directories in an agent's container, on this machine.
 
     Args:
-        folder: where the copies are; the caller removes it.
+        folder: the directory of the copies; the caller removes it.
 
     Attributes:
-        excluded: paths of what was not taken, because it would change how tests run.
+        excluded: paths that were left out, because they would change how tests run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,12 +50,12 @@ class AgentFiles:
         self.excluded: list[str] = []
 
     async def download_from(self, box: Container, path: str, max_bytes: int) -> None:
-        """Copy a file or directory out of a box.
+        """Copy a file or directory out of a container.
 
         Raises:
-            ToolError: it is not there, or is too large.
-            ResourceError: there is no room on this machine.
-            ResourceDied: the box has ended.
+            ToolError: it does not exist, or is too large.
+            ResourceError: this machine has too little disk space.
+            ResourceDied: the container has ended.
         """
         if _changes_tests(posixpath.basename(path)):
             self.excluded.append(path)
@@ -67,11 +67,11 @@ class AgentFiles:
         self._copies.append((path, copy))
 
     async def upload_to(self, box: Container) -> None:
-        """Put the work into another box, in the place of what that has there.
+        """Copy the files into another container. They replace its own files at the same paths.
 
         Raises:
-            ToolError: there is no room for it.
-            ResourceDied: the box has ended.
+            ToolError: the container has too little disk space.
+            ResourceDied: the container has ended.
         """
         for path, copy in self._copies:
             at = shlex.quote(path)
@@ -81,7 +81,7 @@ class AgentFiles:
 
 
 def _without_what_changes_tests(copy: Path) -> list[str]:
-    """Remove from a copy what would change how tests run; the paths within it."""
+    """Remove files from a copy that would change how tests run. Return their paths within it."""
     removed: list[str] = []
     if not copy.is_dir():
         return removed
@@ -143,15 +143,15 @@ async def tests_pass(
         context: the reward's context.
         work: the container as the agent left it.
         paths: the files and directories in it that are the agent's work; relative paths start from its workdir. Each
-            replaces the file or directory of that path in the new container.
+            replaces the file or directory at the same path in the new container.
         tests: the hidden files, by their paths below the workdir: tests, and all files that they need.
         names: the tests that count, as pytest names them: ``tests/test_sum.py::test_adds``. Without the part in
             brackets, a name stands for all cases of a test. A class or file stands for all its tests.
-        spec: the new container; by default one like the agent's.
+        spec: the new container; by default the spec of the agent's.
         timeout_s: maximum number of seconds for all tests together, without container starts. Then they are killed, and
             none of them counts as passed.
-        separately: run the tests of each name in a separate process, so that a test that ends its process or never ends
-            costs only that name.
+        separately: run the tests of each name in a separate process. A test that ends its process, or never ends, then
+            affects only its own name.
         plugins: modules of pytest plugins that the tests need; none is loaded automatically.
         pytest_ini: pytest's configuration; the agent's files are never used for it.
         import_from: directories below the workdir from which tests import. The directory of the tests is not included.
@@ -194,7 +194,7 @@ tests_pass.__test__ = False  # type: ignore[attr-defined]  # it is no test of py
 async def _run_with_one_retry(
     context: Context, fresh: ContainerSpec, work: AgentFiles, order: _TestRun, seconds: float
 ) -> TestReport:
-    """The report of one run of tests. A box that dies may have died of the tested code: then it is tried once more."""
+    """Return the report of one run of tests. If the container dies, perhaps of the tested code, repeat it once."""
     if seconds <= 0:
         return all_failed(order.names, "The time was up before these tests began.")
     for _ in range(2):
@@ -222,10 +222,10 @@ class _TestRun:
     python: str
 
     async def require_pytest(self, box: Container) -> None:
-        """Raise unless the box has what runs tests.
+        """Check that the container can run the tests.
 
         Raises:
-            PrerequisiteError: it has not.
+            PrerequisiteError: its Python, pytest or a plugin is missing.
         """
         source = f"import sys; sys.path += {list(self.packages)!r}; import pytest, {', '.join(['os', *self.plugins])}"
         tried = await box.run(f"{self.python} -I -c {shlex.quote(source)}", timeout=60, new_process=True)
@@ -237,11 +237,11 @@ class _TestRun:
             )
 
     async def carried_out(self, box: Container, work: AgentFiles, seconds: float) -> TestReport:
-        """Lay out the work and the tests, run them, and read their report.
+        """Copy the work and the tests into the container, run the tests, and read their report.
 
         Raises:
-            ToolError: the work leaves no room for the tests.
-            ResourceDied: the box died.
+            ToolError: the disk space of the container is too small for the tests beside the work.
+            ResourceDied: the container died.
         """
         place = f"/tmp/grading-{secrets.token_hex(8)}"
         secret, key = secrets.token_hex(16), secrets.token_hex(16)
@@ -287,7 +287,7 @@ class _TestRun:
 
 @dataclass(frozen=True)
 class _Canary:
-    """A test that cannot pass, named like the others and beside them."""
+    """A test that cannot pass, in the same directory as the other tests and with a similar name."""
 
     path: str
     name: str
@@ -304,7 +304,7 @@ def _canary(names: Sequence[str], tests: Mapping[str, str | bytes]) -> _Canary:
 
 
 async def _remove_conflicting_paths(box: Container, files: Mapping[str, object]) -> None:
-    """Remove what the work has in place of hidden files, and of the directories that these are in."""
+    """Remove paths of the work where hidden files, or their directories, go."""
     commands = []
     parents = {str(parent) for path in files for parent in PurePosixPath(path).parents if str(parent) != "."}
     for parent in sorted(parents, key=len):  # a link goes before anything is looked for behind it

@@ -158,7 +158,7 @@ MISTAKES: dict[str, list[tuple[Callable[[], Any], str]]] = {
     ],
     "Window": [(made("Window", "4"), r"Window\(turns='4'\)")],
     "check": [
-        (lambda: asyncio.run(af.check("tiny", ["a"])), "not an Agent"),
+        (lambda: asyncio.run(af.check("tiny", ["a"])), "not an Agent"),  # type: ignore[arg-type]
         (checked(reward=plain), "not a reward"),
         (checked(policy="tiny"), "a policy is an object"),
         (checked(polcy=policy()), "Did you mean 'policy'"),
@@ -187,7 +187,7 @@ MISTAKES: dict[str, list[tuple[Callable[[], Any], str]]] = {
     ],
     "reward": [(made("reward", 5), "not a function"), (lambda: af.reward(name=5)(plain), "name=5")],  # type: ignore[call-overload]
     "run": [
-        (lambda: asyncio.run(af.run("tiny", ["a"])), "not an Agent"),
+        (lambda: asyncio.run(af.run("tiny", ["a"])), "not an Agent"),  # type: ignore[arg-type]
         (lambda: asyncio.run(af.run(AGENT, None)), "holds no tasks"),
         (rolled_out(attempts="2"), r"run\(attempts='2'\): it must be a whole number of at least 1, without quotes"),
         (rolled_out(attempts=True), "attempts=True"),
@@ -203,7 +203,7 @@ MISTAKES: dict[str, list[tuple[Callable[[], Any], str]]] = {
         (rolled_out(max_failure_rate=math.nan), "max_failure_rate=nan"),
     ],
     "tests_pass": [
-        (lambda: asyncio.run(af.tests_pass(None, "box", paths=["a"], tests={}, names=["b"])), "write the container"),
+        (lambda: asyncio.run(af.tests_pass(None, "box", paths=["a"], tests={}, names=["b"])), "write the container"),  # type: ignore[arg-type]
     ],
     "tool": [(made("tool", 5), "not a function"), (lambda: af.tool(name=5)(plain), "no name that a model can call")],  # type: ignore[call-overload]
     "train": [
@@ -266,7 +266,7 @@ def test_every_public_callable_is_called_by_mistake():
     [["a", "b"], [{"prompt": "a"}, "b"], iter([{"prompt": "a"}, af.Task("b")]), ({"prompt": one} for one in "ab")],
 )
 async def test_a_stream_takes_whatever_a_run_takes_for_tasks(given):
-    assert sorted(trajectory.task.prompt for trajectory in await streamed(given)) == ["a", "b"]
+    assert sorted(trajectory.task.prompt for trajectory in await streamed(given)) == ["a", "b"]  # type: ignore[type-var]
 
 
 async def test_one_task_or_a_file_of_tasks_is_taken_for_tasks(tmp_path):
@@ -344,7 +344,7 @@ def test_whatever_a_result_holds_it_is_shown_in_a_few_lines():
         board,
         EvaluationComparison.from_trajectories(many, many),
         generation,
-        ModelScores([row.logprobs for row in rows]),
+        ModelScores([row.logprobs for row in rows]),  # type: ignore[misc]
     ]
     for one in shown:
         assert len(repr(one)) < 1_500, type(one)

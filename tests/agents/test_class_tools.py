@@ -334,7 +334,7 @@ def fragile(*, sync: bool, made: BaseException | None = None, closed: BaseExcept
             """Look."""
             return "seen"
 
-    (made_tool,) = Agent(model="tiny", tools=[tool(Sync if sync else Async)]).tools
+    (made_tool,) = Agent(model="tiny", tools=[tool(Sync if sync else Async)]).tools  # type: ignore[list-item]
     return made_tool
 
 
@@ -406,7 +406,7 @@ async def test_sync_instances_never_hold_up_the_event_loop() -> None:
 
 
 async def test_the_tools_of_a_class_travel_to_another_process() -> None:
-    tools = pickle.loads(cloudpickle.dumps(Agent(model="tiny", tools=[NoteBook]).tools))
+    tools = pickle.loads(cloudpickle.dumps(Agent(model="tiny", tools=[NoteBook]).tools))  # type: ignore[list-item]
     assert await said(tools[0], context_of(title="t"), line="x") == "t/3: 1"
 
 
@@ -440,7 +440,7 @@ async def main():
 asyncio.run(main())
 """
     echo = local_class()
-    sent = cloudpickle.dumps((echo, Agent(model="tiny", tools=[echo]).tools))
+    sent = cloudpickle.dumps((echo, Agent(model="tiny", tools=[echo]).tools))  # type: ignore[list-item]
     done = await asyncio.to_thread(
         subprocess.run, [sys.executable, "-c", program], input=sent, capture_output=True, check=False
     )

@@ -221,7 +221,7 @@ def test_where_any_value_is_allowed_it_is_taken_as_it_is(schema: Any, value: Any
 
 
 def test_a_value_that_is_never_allowed_is_refused() -> None:
-    for schema in ({"properties": {"a": True, "b": False}}, {"properties": {"b": {"not": {}}}}):
+    for schema in ({"properties": {"a": True, "b": False}}, {"properties": {"b": {"not": {}}}}):  # type: ignore[var-annotated]
         with pytest.raises(InvalidArguments):
             JSONSchemaArguments("look", schema).validate({"b": 1})
     with pytest.raises(ToolDefinitionError, match="The JSON schema of the tool 'look' is none: False"):

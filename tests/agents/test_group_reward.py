@@ -43,7 +43,7 @@ async def test_a_group_reward_gets_what_it_asks_for_by_name(attempts: list[Traje
     asked: dict[str, Any] = {}
 
     @group_reward
-    async def look(trajectories, responses, task, prompt, context, answer, colour="red"):  # type: ignore[no-untyped-def]
+    async def look(trajectories, responses, task, prompt, context, answer, colour="red"):
         asked.update(locals())
         return [1.0, 0.0]
 

@@ -61,7 +61,7 @@ def needing(spec):
         (owning_a_lock, "ask, variable 'lock'", "_thread.lock"),
         (owning_a_socket, "judged, variable 'client'", "socket.socket"),
         (lambda: tool(Client().ask), "ask.__self__.session['guard']", "_thread.lock"),
-        (lambda: needing(FakeSpec(name=threading.Lock())), "work.resources[0].name", "_thread.lock"),
+        (lambda: needing(FakeSpec(name=threading.Lock())), "work.resources[0].name", "_thread.lock"),  # type: ignore[arg-type]
     ],
 )
 def test_what_keeps_a_tool_or_reward_from_travelling_is_named_with_its_path(make, path, kind):

@@ -122,7 +122,7 @@ async def test_a_crash_of_a_tools_own_code_is_told_to_its_author_once_with_the_l
     @tool
     async def crashing(context: Context) -> str:
         """Crash."""
-        return {}["nothing"]
+        return {}["nothing"]  # type: ignore[index]
 
     async def twice(context):
         for _ in range(2):
@@ -148,7 +148,7 @@ async def test_a_failure_is_placed_at_the_users_line_and_not_at_agentflys(call):
 
 
 def test_one_spec_where_a_list_of_them_is_wanted_is_named_by_its_type():
-    declaring = tool(name="work", resources=lambda task: BOX)(documented(no_such_method))
+    declaring = tool(name="work", resources=lambda task: BOX)(documented(no_such_method))  # type: ignore[arg-type, return-value]
     with pytest.raises(ToolDefinitionError, match=r"this is one FakeSpec: put it in a list, \[FakeSpec\(…\)\]\.$"):
         declaring.resources_for(Task("do it"))
 

@@ -43,7 +43,7 @@ async def test_a_reward_gets_what_it_asks_for_by_name(trajectory: Trajectory, co
     asked: dict[str, Any] = {}
 
     @reward
-    def look(response, trajectory, task, prompt, context, ctx: Context, answer, level=0, colour="red"):  # type: ignore[no-untyped-def]
+    def look(response, trajectory, task, prompt, context, ctx: Context, answer, level=0, colour="red"):
         asked.update(locals())
         return 1
 
@@ -226,7 +226,7 @@ def test_a_time_limit_that_cannot_be_is_refused() -> None:
 
 def test_a_reward_is_still_the_function() -> None:
     assert exact("4", "4") == 1.0
-    assert exact.name == exact.__name__ == "exact"
+    assert exact.name == exact.__name__ == "exact"  # type: ignore[attr-defined]
 
 
 async def test_rewards_pickle(trajectory: Trajectory, context: Context) -> None:

@@ -67,7 +67,7 @@ def misbehaving(how: str) -> Any:
         return threading.Lock()
     if how == "own type":
 
-        class Own(dict):  # type: ignore[type-arg]
+        class Own(dict):
             """Travels by value only."""
 
         return Own(reward=0.5)
@@ -181,7 +181,7 @@ async def test_a_reward_that_cannot_travel_is_refused_before_anything_is_sampled
         return float(client.locked())
 
     sampled: list[int] = []
-    policy = af.ScriptedPolicy(lambda prompt, turn: sampled.append(turn) or "hello")
+    policy = af.ScriptedPolicy(lambda prompt, turn: sampled.append(turn) or "hello")  # type: ignore[func-returns-value]
     with pytest.raises(af.AgentFlyError, match=r"locked, variable 'client' is a _thread\.lock"):
         await af.run(af.Agent(model="scripted"), ["go"], reward=weighted({locked: 1.0}), policy=policy)
     assert sampled == []

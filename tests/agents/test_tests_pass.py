@@ -6,6 +6,7 @@ import asyncio
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,7 +60,7 @@ async def graded(work: dict[str, str], *, before: str = "true", **settings: obje
         for path, content in work.items():
             await box.write_file(path, textwrap.dedent(content))
         await box.run(before)
-        given = {
+        given: dict[str, Any] = {
             "paths": ["."],
             "tests": {"tests/test_calc.py": HIDDEN},
             "names": NAMES,
@@ -86,7 +87,7 @@ async def test_right_work_passes_all_that_is_named():
 async def test_wrong_work_fails_the_tests_that_find_it_wrong():
     report = await graded({"calc.py": RIGHT.replace("2 * a", "a")})
     assert report.passed == ("tests/test_calc.py::test_adds",)
-    assert (report.reward, report.share) == (0.0, pytest.approx(1 / 3))
+    assert (report.reward, report.share) == (0.0, pytest.approx(1 / 3))  # type: ignore[comparison-overlap]
     assert "assert 4 == 8" in report.output
     report = await graded({"calc.py": RIGHT.replace("a + b", "a + b if a < 2 else 0")})
     assert "tests/test_calc.py::test_adds" in report.failed, "one case of it fails"
@@ -202,7 +203,7 @@ async def test_links_and_compiled_code_of_the_agent_do_not_stand_for_hidden_file
         py_compile.compile('expected.py', invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)"
         cd .. && ln -s calc.py tests/test_calc.py && ls -R
         """
-    settings = {"tests": helper, "names": ["tests/test_calc.py::test_sum"]}
+    settings: dict[str, Any] = {"tests": helper, "names": ["tests/test_calc.py::test_sum"]}
     wrong = await graded({"calc.py": "def add(a, b):\n    return 4\n"}, before=textwrap.dedent(forged), **settings)
     assert wrong.reward == 0.0
     assert wrong.excluded
@@ -212,7 +213,7 @@ async def test_links_and_compiled_code_of_the_agent_do_not_stand_for_hidden_file
 
 async def test_making_way_for_hidden_files_removes_nothing_behind_a_link():
     work = {"calc.py": RIGHT + "\n\nassert open('lib/unit').read() == 'work'\n", "lib/unit": "work"}
-    settings = {"tests": {"tests/unit/test_calc.py": HIDDEN}}
+    settings: dict[str, Any] = {"tests": {"tests/unit/test_calc.py": HIDDEN}}
     names = [name.replace("tests/", "tests/unit/") for name in NAMES]
     report = await graded(work, before="ln -s lib tests", names=names, **settings)
     assert report.passed == tuple(names), report
@@ -239,7 +240,7 @@ async def test_tests_may_start_the_work_as_a_program_and_bring_what_they_need():
         "tests/conftest.py": "import pytest\n\n@pytest.fixture\ndef python():\n    return '/usr/bin/python3'\n",
     }
     program = "import sys\nprint(sum(map(int, sys.argv[1:])))\n"
-    settings = {"tests": tests, "names": ["tests/test_program.py::test_adds"], "paths": ["main.py"]}
+    settings: dict[str, Any] = {"tests": tests, "names": ["tests/test_program.py::test_adds"], "paths": ["main.py"]}
     assert (await graded({"main.py": program}, **settings)).reward == 1.0
     quits = "import os\nos._exit(0)\n"
     assert (await graded({"main.py": quits}, **settings)).reward == 0.0
@@ -261,7 +262,7 @@ async def test_a_box_without_pytest_is_the_authors_mistake_and_no_score():
 
 
 async def test_names_and_paths_that_cannot_be_are_refused():
-    for settings in (
+    for settings in (  # type: ignore[var-annotated]
         {"names": []},
         {"names": ["tests/other.py::test_a"]},
         {"tests": {"../out.py": ""}},
@@ -284,7 +285,11 @@ async def test_rollouts_that_have_all_boxes_there_are_do_not_wait_for_each_other
     @af.reward
     async def hidden(context: af.Context) -> float:
         box = await context.acquire(spec)
-        given = {"tests": {"tests/test_calc.py": HIDDEN}, "packages": [PACKAGES], "python": "/usr/bin/python3"}
+        given: dict[str, Any] = {
+            "tests": {"tests/test_calc.py": HIDDEN},
+            "packages": [PACKAGES],
+            "python": "/usr/bin/python3",
+        }
         return (await af.tests_pass(context, box, paths=["calc.py"], names=NAMES, **given)).share
 
     agent = af.Agent(model="m", tools=[write])

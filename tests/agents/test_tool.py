@@ -91,7 +91,7 @@ def test_type_hints_may_name_types_that_are_local_to_the_definition() -> None:
 async def test_a_tool_is_still_the_function(context: Context) -> None:
     assert add(2, b=3) == 5
     assert await check("eggs", context) == "eggs: low (rollout-0)"
-    assert check.__name__ == "check"
+    assert check.__name__ == "check"  # type: ignore[attr-defined]
     assert (add.__doc__ or "").startswith("Add two numbers.")
 
 
@@ -112,7 +112,7 @@ def only_sections(item: str) -> str:
     return item
 
 
-def no_hint(item) -> str:  # type: ignore[no-untyped-def]
+def no_hint(item) -> str:
     """Look."""
     return str(item)
 
@@ -191,7 +191,7 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], cure: str
 
 async def test_the_model_gives_its_arguments_and_the_rollout_gives_the_rest(context: Context) -> None:
     @tool
-    def compare(guess: int, answer: Annotated[int, FromTask()], ctx: Context, hint: Annotated[str, FromTask()] = "-"):  # type: ignore[no-untyped-def]
+    def compare(guess: int, answer: Annotated[int, FromTask()], ctx: Context, hint: Annotated[str, FromTask()] = "-"):
         """Compare a guess with the answer."""
         return [guess, answer, hint, ctx.task.id]
 

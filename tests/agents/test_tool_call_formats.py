@@ -351,7 +351,7 @@ def test_a_call_that_a_mark_in_an_argument_would_hide_is_an_error(one: ToolCallF
 @pytest.mark.parametrize("one", [*NATIVE, *PLAIN, CODE], ids=identity)
 def test_calls_in_thinking_follow_the_one_setting(one: ToolCallFormat) -> None:
     thoughts, spoken = one.write("say", {"text": "a"}), one.write("say", {"text": "b"})
-    eager = type(one)(calls_in_thinking=True)
+    eager = type(one)(calls_in_thinking=True)  # type: ignore[call-arg]
     for thinking in (
         f"<think>maybe\n{thoughts}\n</think>\n",
         f"[THINK]\n{thoughts}\n[/THINK]\n",

@@ -90,10 +90,10 @@ def test_every_chat_template_that_knows_tools_can_describe_every_kind_of_argumen
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def text(template: str, tools: list[Any] | None) -> str | None:
-        special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+        special: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
         messages = [[{"role": "user", "content": "hi"}]]
         try:
-            rendered, _ = render_jinja_template(messages, tools, chat_template=template, **special)
+            rendered, _ = render_jinja_template(messages, tools, chat_template=template, **special)  # type: ignore[str-unpack]
         except Exception:
             return None
         return str(rendered[0])

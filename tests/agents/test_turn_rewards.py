@@ -51,7 +51,7 @@ async def test_turns_are_rewarded_beside_the_score_or_make_it(
     [
         (RewardResult(1, turn_rewards=[1, 2]), "of 3 turns, and this is 2 of them"),
         (RewardResult(1, turn_rewards=[]), "and this is 0 of them"),
-        (RewardResult(1, turn_rewards="abc"), "and this is no list"),
+        (RewardResult(1, turn_rewards="abc"), "and this is no list"),  # type: ignore[arg-type]
         (RewardResult(1, turn_rewards={0: 1.0, 1: 1.0, 2: 1.0}), "and this is no list"),  # type: ignore[arg-type]
         (RewardResult(1, turn_rewards=[1, "2", 3]), "'2' as the reward of turn 1"),  # type: ignore[list-item]
         (RewardResult(1, turn_rewards=[1, 2, float("nan")]), "nan as the reward of turn 2"),

@@ -53,7 +53,7 @@ def test_where_nothing_costs_time_a_workload_takes_the_best_possible_time(pool):
 
     async def seconds() -> float:
         clock = asyncio.get_running_loop().time
-        async with measure.open_runner(workload, plans, measure.TimedPolicy(plans), measure.EventStream()) as runner:
+        async with measure.open_runner(workload, plans, measure.TimedPolicy(plans), measure.EventStream()) as runner:  # type: ignore[attr-defined]
             started = clock()
             await runner.collect(measure.tasks_of(plans), label="virtual")
             return clock() - started
@@ -79,8 +79,8 @@ def test_the_bench_makes_the_calls_that_are_needed_and_every_rollout_ends_as_pla
     console = Console(file=io.StringIO(), width=140)
     console.print(render(result))
     for row in both:
-        assert f"{row['efficiency']:.1%}" in console.file.getvalue()
-    assert f"{rows[0]['sync_points']:+.1f}" in console.file.getvalue()
+        assert f"{row['efficiency']:.1%}" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"{rows[0]['sync_points']:+.1f}" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_with_sync_tools_the_work_is_the_same():

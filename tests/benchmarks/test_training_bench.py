@@ -84,7 +84,7 @@ def test_the_bench_gives_plain_numbers_and_a_table_of_them():
     ]
     console = Console(file=io.StringIO(), width=160)
     console.print(render(result))
-    assert f"{result['sides']['agentfly']['peak_mib']:.0f}" in console.file.getvalue()
+    assert f"{result['sides']['agentfly']['peak_mib']:.0f}" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

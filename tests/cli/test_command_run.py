@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -26,7 +26,7 @@ def test_a_run_that_is_stopped_has_kept_its_configuration_and_says_how_to_go_on(
 
     def begin() -> None:
         with save_config_on_start(CONFIG, None, events, command="sft", sources="runs/oracle"):
-            where = {"run_dir": str(run.path), "model": "tiny", "dtype": "float32", "device": "cpu"}
+            where: dict[str, Any] = {"run_dir": str(run.path), "model": "tiny", "dtype": "float32", "device": "cpu"}
             events.emit(TrainingStarted(steps=2, start_step=0, **where))
             raise stopped_by
 

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -156,7 +157,7 @@ def test_the_same_seed_rolls_out_the_same_and_another_seed_does_not(agentfly):
 
 
 def test_the_demo_trains_the_model_with_the_seed_and_in_the_directory_that_are_asked_for(agentfly, monkeypatch):
-    configured = []
+    configured: list[Any] = []
     monkeypatch.setattr("agentfly.cli.train.run_training", configured.append)
     _, told = agentfly("demo", "--seed", "4", "--run-dir", "runs/demo")
     assert "0.4 for checking the shelf asked for" in told

@@ -98,7 +98,7 @@ def test_a_file_is_ranked_and_written_elsewhere(agentfly, run, tmp_path):
 
 def test_what_is_unscored_is_counted_by_cause(agentfly, run):
     trajectories = list(load_trajectories(run.trajectories_file(2)))
-    trajectories[0].task.fields["least"] = 100
+    trajectories[0].task.fields["least"] = 100  # type: ignore[index]
     save_trajectories(trajectories, "some.jsonl")
     _, out, _ = agentfly("rescore", "some.jsonl", "--reward", "my_rewards:longer")
     assert "9 over 1 scored" in out

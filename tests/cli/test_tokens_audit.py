@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from typing import Any
 
 import pytest
 
@@ -100,7 +101,7 @@ def test_a_run_that_was_trained_from_python_knows_its_model(tmp_path, agentfly):
         return 1.0 / (1 + len(set(response)))
 
     agent = af.Agent(model="tiny", max_turns=1, max_tokens_per_turn=4)
-    settings = {"steps": 1, "tasks_per_step": 1, "attempts": 2, "progress": False}
+    settings: dict[str, Any] = {"steps": 1, "tasks_per_step": 1, "attempts": 2, "progress": False}
     af.train(agent, ["a"], brief, run_dir=tmp_path / "run", **settings)
     code, out, err = agentfly("tokens", "audit", str(tmp_path / "run"), "--json")
     assert (code, err) == (0, "")

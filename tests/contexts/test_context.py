@@ -158,7 +158,7 @@ class Holder:
 
 def tool_that(get):
     if isinstance(get, type):
-        return next(iter(af.Agent(model="m", tools=[af.tool(timeout_s=LIMIT_S)(get)]).tools))
+        return next(iter(af.Agent(model="m", tools=[af.tool(timeout_s=LIMIT_S)(get)]).tools))  # type: ignore[list-item]
     if asyncio.iscoroutinefunction(get):
 
         @af.tool(timeout_s=LIMIT_S)
@@ -344,7 +344,7 @@ async def test_a_call_that_waits_for_the_preparation_of_another_that_fails_prepa
     fail.set()
     error, *boxes = await asyncio.gather(*calls, return_exceptions=True)
     assert isinstance(error, ResourceStartError)
-    assert [box.contents for box in boxes] == [["eggs"]] * 2
+    assert [box.contents for box in boxes] == [["eggs"]] * 2  # type: ignore[union-attr]
     assert len(begun) == 2
 
 

@@ -62,7 +62,7 @@ async def streamed(client: Any, tools: Any) -> list[Any]:
     """The same by streams, put together again."""
     messages = [*ASK]
     while True:
-        content, calls = "", {}
+        content, calls = "", {}  # type: ignore[var-annotated]
         stream = await client.chat.completions.create(model="any", messages=messages, tools=tools, stream=True)
         async for chunk in stream:
             for choice in chunk.choices:

@@ -249,7 +249,7 @@ async def test_harnesses_in_other_languages_open_and_finish_by_http(serving: Any
 
         assert (await http.get(f"{gateway.url}/rollouts/r.3")).status_code == 404
         rollout, end = await begun("r.3")
-        call = {"json": {"messages": ASK}, "headers": bearer(end["api_key"])}
+        call: dict[str, Any] = {"json": {"messages": ASK}, "headers": bearer(end["api_key"])}
         assert (await http.post(f"{end['base_url']}/chat/completions", **call)).status_code == 200
         assert [turn["text"] for turn in (await http.get(rollout)).json()["turns"]] == [ANSWER]
         for wrong in ({"reward": "much"}, {"rewards": 1}, {"task": {"no": "prompt"}}, *NO_NUMBERS):
@@ -265,7 +265,7 @@ async def test_harnesses_in_other_languages_open_and_finish_by_http(serving: Any
         assert (await http.delete(discarded)).status_code == 204
         failed, _ = await begun("r.5", sampling={"temperature": 0.5})
         broken = (await http.post(f"{failed}/finish", json={"error": "no such file"})).json()
-        for body in ({"rollout_id": "r.5"}, {"rollout_id": "a b"}, {}, {"rollout_id": "x", "sampling": {"top_p": 7}}):
+        for body in ({"rollout_id": "r.5"}, {"rollout_id": "a b"}, {}, {"rollout_id": "x", "sampling": {"top_p": 7}}):  # type: ignore[assignment]
             assert (await http.post(f"{gateway.url}/rollouts", json=body)).status_code == 400
     assert (finished.reward, finished.group_id, finished.attempt) == (0.5, "r", 3)
     assert (finished.task["answer"], finished.metrics) == (3, {"steps": 2.0})

@@ -149,7 +149,7 @@ async def test_finding_what_a_request_continues_takes_no_longer_for_a_long_recor
     serving: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared = Counter[str]()
-    inner = call_tree.same_message
+    inner = call_tree.same_message  # type: ignore[attr-defined]
 
     def counting(*messages: Any) -> bool:
         compared["messages"] += 1

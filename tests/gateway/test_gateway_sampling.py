@@ -31,7 +31,7 @@ CHANGING = {
     "bad_words": ["no"],
     "allowed_token_ids": [1, 2],
 }
-NEUTRAL = {
+NEUTRAL: dict[str, Any] = {
     "temperature": 1,
     "top_p": 1.0,
     "top_k": -1,
@@ -141,7 +141,7 @@ async def test_where_a_program_is_followed_what_cannot_be_done_is_refused(servin
     async with Noting() as policy, serving_any(policy, sampling=following) as (gateway, client):
         for parameter in CHANGING.keys() - {"temperature", "top_p", "top_k", "seed"}:
             with pytest.raises(BadRequestError) as caught:
-                await ask(client(parameter), **{parameter: CHANGING[parameter]})
+                await ask(client(parameter), **{parameter: CHANGING[parameter]})  # type: ignore[arg-type]
             assert caught.value.param == parameter
             trajectory = gateway.finish(parameter, reward=1.0)
             assert trajectory.failure is not None

@@ -33,7 +33,7 @@ def session_of(policy: ScriptedPolicy) -> ProgramSession:
 
 def wanted(*words: str) -> ModelRequest:
     roles = ("user", "assistant")
-    return ModelRequest([{"role": roles[n % 2], "content": text} for n, text in enumerate(words)], max_tokens=100)
+    return ModelRequest([{"role": roles[n % 2], "content": text} for n, text in enumerate(words)], max_tokens=100)  # type: ignore[typeddict-item]
 
 
 def finished(session: ProgramSession) -> af.Trajectory:
@@ -200,7 +200,7 @@ async def test_an_answer_whose_past_the_template_rewrites_follows_the_same_turn(
     class Forgetful(ByteTokenizer):
         def apply_chat_template(self, messages: Any, **more: Any) -> str:
             old = [{**one, "content": "(old)"} if one["role"] == "user" else one for one in messages[:-1]]
-            return super().apply_chat_template([*old, messages[-1]], **more)
+            return super().apply_chat_template([*old, messages[-1]], **more)  # type: ignore[list-item]
 
     policy = ScriptedPolicy(["one", "two"])
     policy.tokenizer = Forgetful()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,7 @@ async def cleans_up(done, number, times=1):
 )
 @pytest.mark.parametrize("times", [1, 5])
 def test_a_signal_cancels_what_runs_once_and_the_program_ends_as_it_says(number, raised, times):
-    done = []
+    done: list[Any] = []
     with pytest.raises(raised) as ended:
         signals.run_until_signal(cleans_up(done, number, times))
     assert done == ["cleaned up"]
@@ -58,7 +59,7 @@ def test_a_signal_cancels_what_runs_once_and_the_program_ends_as_it_says(number,
 
 
 def test_after_a_run_that_was_interrupted_another_can_be_run_and_interrupted():
-    done = []
+    done: list[Any] = []
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             signals.run_until_signal(cleans_up(done, signal.SIGINT))

@@ -122,10 +122,10 @@ def test_a_file_without_a_task_is_named(tmp_path):
 
 def test_two_tasks_of_one_id_are_named_by_their_places_and_a_task_may_come_twice(tmp_path):
     rows = [{"prompt": "a", "id": "1"}, {"prompt": "b"}, {"prompt": "b"}, {"prompt": "a", "id": 1}]
-    assert [task.prompt for task in to_tasks(rows)] == ["a", "b", "b", "a"]
+    assert [task.prompt for task in to_tasks(rows)] == ["a", "b", "b", "a"]  # type: ignore[arg-type]
     rows.append({"prompt": "c", "id": 1})
     with pytest.raises(ConfigError, match=r"tasks\[0\] and tasks\[4\] .* the id '1'"):
-        to_tasks(rows)
+        to_tasks(rows)  # type: ignore[arg-type]
     file = tmp_path / "tasks.jsonl"
     file.write_text("\n" + "\n".join(map(json.dumps, rows)))
     with pytest.raises(ConfigError, match=r"tasks\.jsonl: line 2 and line 6 .* the id '1'"):
@@ -150,7 +150,7 @@ def test_what_is_no_task_is_refused(task):
         to_tasks([task])
 
 
-@pytest.mark.parametrize("task", [Task("half \ud800 pair"), Task("a", {5: 6})])
+@pytest.mark.parametrize("task", [Task("half \ud800 pair"), Task("a", {5: 6})])  # type: ignore[dict-item]
 def test_what_a_record_could_not_hold_is_refused(task):
     with pytest.raises(ConfigError, match="cannot be saved"):
         to_tasks([task])

@@ -192,13 +192,13 @@ async def test_the_user_is_told_of_calls_that_hang_each_time_their_number_has_do
 async def test_where_the_system_refuses_a_thread_a_call_waits_for_one_that_there_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    threads, start, started = ThreadPool(), _thread.start_new_thread, []
+    threads, start, started = ThreadPool(), _thread.start_new_thread, []  # type: ignore[var-annotated]
 
     def start_one(*given: object) -> int:
         if started:
             raise RuntimeError("can't start new thread")
         started.append(given)
-        return start(*given)  # type: ignore[arg-type]
+        return start(*given)  # type: ignore[call-overload]
 
     monkeypatch.setattr(_thread, "start_new_thread", start_one)
     assert await asyncio.gather(*(threads.call(lambda: 1, {}) for _ in range(5))) == [1] * 5
@@ -306,13 +306,13 @@ async def test_a_dedicated_thread_makes_calls_in_their_order_and_none_that_was_g
     first = asyncio.create_task(thread.call(ending.wait, {}))
     await asyncio.sleep(0)
     given_up = asyncio.create_task(thread.call(lambda: made.append("given up"), {}))
-    last = [thread.start(made.append, number) for number in range(5)]
+    last = [thread.start(made.append, number) for number in range(5)]  # type: ignore[arg-type]
     await asyncio.sleep(0)
     given_up.cancel()
     await asyncio.wait({given_up})
     ending.set()
     await asyncio.gather(first, *last)
-    assert made == list(range(5))
+    assert made == list(range(5))  # type: ignore[comparison-overlap]
     thread.close()
 
 

@@ -148,7 +148,7 @@ def full() -> Trajectory:
         reward=0.5, anchor="anchor", parent_turns=(0,), prompt_tokens=7, sampled_tokens=2,
     )  # fmt: skip
     return Trajectory(
-        "r", "g", Task("look", {"answer": 1}), 2, shown, [turn], [sequence.freeze()], {"call_0": shown},
+        "r", "g", Task("look", {"answer": 1}), 2, shown, [turn], [sequence.freeze()], {"call_0": shown},  # type: ignore[arg-type, dict-item]
         FinishReason.FAILED, failure, 0.5, failure, {"success": 1.0}, {"total": 1.5},
         "greedy", ["the program asked for more"],
     )  # fmt: skip

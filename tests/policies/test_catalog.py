@@ -183,7 +183,7 @@ def test_unpacked_weights_with_another_hash_are_refused(cache: Path, monkeypatch
 
 
 def test_a_full_disk_is_told_before_anything_is_fetched(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog.shutil, "disk_usage", lambda path: SimpleNamespace(free=5 * 2**20))
+    monkeypatch.setattr(catalog.shutil, "disk_usage", lambda path: SimpleNamespace(free=5 * 2**20))  # type: ignore[attr-defined]
     with pytest.raises(PrerequisiteError, match=r"5 MB left.*AGENTFLY_CACHE_DIR"):
         resolve_model("smollm2-135m")
 

@@ -83,7 +83,7 @@ async def test_rows_that_join_and_leave_at_any_token_decode_as_they_do_alone(
         sampling = SamplingParams(temperature=0, max_tokens=length)
         generation = await policy.generate(prompt, sampling, rollout_id=str(number))
         tokens = torch.tensor([prompt])
-        alone = model.generate(
+        alone = model.generate(  # type: ignore[operator]
             tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=length, eos_token_id=None
         )
         assert list(generation.ids) == alone[0, len(prompt) :].tolist()

@@ -45,7 +45,7 @@ def memory_for(monkeypatch: pytest.MonkeyPatch, allocations: int) -> Iterator[No
         made.append(rows)
         if len(made) > allocations:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return whole(self, rows, like)
+        return whole(self, rows, like)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
         patch.setattr(kv_cache._CapacityBucket, "_zeros", zeros)
@@ -157,10 +157,10 @@ async def test_memory_that_runs_out_fails_what_runs_and_nothing_after_it(
         for result in failed:
             assert not isinstance(result, PolicyError) or "max_concurrent_generations" in str(result)
         for prompt, result in zip(prompts, await all_of_them(), strict=True):
-            row = [*prompt, *result.ids]
+            row = [*prompt, *result.ids]  # type: ignore[attr-defined]
             with torch.no_grad():
                 exact = score_tokens(model, [row], [range(len(prompt), len(row))]).logprobs
-            assert result.logprobs == pytest.approx(exact.tolist(), abs=1e-4)
+            assert result.logprobs == pytest.approx(exact.tolist(), abs=1e-4)  # type: ignore[attr-defined]
 
 
 def test_a_request_that_is_held_back_outlives_a_failure_to_admit_another(

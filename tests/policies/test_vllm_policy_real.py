@@ -124,7 +124,7 @@ async def test_log_probs_are_those_of_the_sampling_distribution_with_the_raw_one
             generation = await policy.generate(PROMPT, SamplingParams(max_tokens=32, seed=3, **how), rollout_id="r")
             assert generation.finish_reason == "length"
             assert generation.version == 0
-            under = {**how, "temperature": how.get("temperature") or 1.0}
+            under: dict[str, Any] = {**how, "temperature": how.get("temperature") or 1.0}
             assert generation.logprobs == pytest.approx(expected(own, generation, **under), abs=CLOSE)
             assert generation.raw_logprobs == pytest.approx(expected(own, generation), abs=CLOSE)
 
@@ -208,8 +208,8 @@ async def test_weights_put_in_place_under_a_running_generation_are_those_that_sa
     under_way = [generation for generation in generations if isinstance(generation.version, tuple)]
     assert under_way
     for generation in under_way:
-        assert sorted(set(generation.version)) == [0, 1]
-        turned = generation.version.index(1)
+        assert sorted(set(generation.version)) == [0, 1]  # type: ignore[arg-type]
+        turned = generation.version.index(1)  # type: ignore[union-attr]
         assert generation.logprobs[:turned] == pytest.approx(expected(own, generation)[:turned], abs=CLOSE)
         assert generation.logprobs[turned:] == pytest.approx(expected(other, generation)[turned:], abs=CLOSE)
     after = await policy.generate(PROMPT, SamplingParams(max_tokens=32, temperature=0.5), rollout_id="r0")

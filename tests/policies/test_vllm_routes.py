@@ -12,7 +12,7 @@ SERVERS = ("a", "b", "c", "d")
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=200), st.permutations(SERVERS))
 def test_loads_are_what_was_placed_and_not_forgotten_and_a_rollout_never_moves(steps, listed):
-    routes, places = StickyRouter(), {}
+    routes, places = StickyRouter(), {}  # type: ignore[var-annotated]
     for begins, number in steps:
         rollout = f"r{number}"
         if begins:

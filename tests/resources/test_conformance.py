@@ -150,7 +150,7 @@ register(SleepSpec, Sleep, kind="sleep", reap="sleep_for_conformance:end_sleep")
 def importable(monkeypatch):
     """The kind's reap lives in a module, as that of a user does."""
     module = types.ModuleType("sleep_for_conformance")
-    module.end_sleep = end_sleep
+    module.end_sleep = end_sleep  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sleep_for_conformance", module)
     yield
     for process in Sleep.processes:
@@ -205,7 +205,7 @@ class MeltingSpec:
 
 async def test_a_spec_that_is_not_frozen_is_told():
     with pytest.raises(AssertionError, match="frozen"):
-        await check_resource(MeltingSpec())
+        await check_resource(MeltingSpec())  # type: ignore[arg-type]
 
 
 async def test_a_dirt_that_is_never_seen_proves_nothing_and_is_told():

@@ -263,7 +263,7 @@ async def test_a_stream_that_the_container_has_ended_leaves_no_open_connection(
     loop.set_debug(True)  # aiohttp complains of some only then
     loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
     box = await start(engine_ground)
-    streams = [await box._sandbox._open_as_agent(["/bin/true"]) for _ in range(3)]  # type: ignore[union-attr]
+    streams = [await box._sandbox._open_as_agent(["/bin/true"]) for _ in range(3)]  # type: ignore[attr-defined]
     for stream in streams:
         while await stream.read() is not None:
             pass

@@ -105,7 +105,7 @@ async def test_a_session_without_its_files_is_replaced_and_the_next_command_is_n
 @pytest.mark.slow
 async def test_files_are_within_reach_again_after_a_command_that_stopped_every_process(box: Container) -> None:
     await box.run("kill -STOP -1", timeout=1)
-    box._sandbox.shell._shell_processes.spawner = None  # as when that comes before it has said that it is ready
+    box._sandbox.shell._shell_processes.spawner = None  # type: ignore[attr-defined]  # as when that comes before it has said that it is ready
     await box.run("true", timeout=0.5, new_process=True)
     await box.write_file("file", "content")
     assert await box.read_file("file") == b"content"
@@ -411,7 +411,7 @@ async def test_a_command_asked_of_a_session_that_is_just_killed_is_run_by_the_ne
     ran = 0
     for _ in range(10):
         assert box._sandbox is not None
-        shell = box._sandbox.shell
+        shell = box._sandbox.shell  # type: ignore[attr-defined]
         assert shell is not None
         assert shell._shell_processes.session is not None
         os.kill(shell._shell_processes.session, 9)
@@ -439,7 +439,7 @@ async def test_a_byte_that_a_dying_starter_takes_of_the_next_request_is_not_miss
     box: Container, eventually: Callable[[Callable[[], bool]], Awaitable[None]]
 ) -> None:
     await box.run("true", new_process=True)
-    shell = box._sandbox.shell
+    shell = box._sandbox.shell  # type: ignore[attr-defined]
     os.kill(shell._shell_processes.spawner, signal.SIGSTOP)
     status = Path(f"/proc/{shell._shell_processes.spawner}/status")
     await eventually(lambda: "State:\tT" in status.read_text())

@@ -126,7 +126,7 @@ def test_the_two_backends_of_the_hosts_files_leave_the_same_traces_and_reap_alik
     spec = ContainerSpec()
     bubblewrap, landlock = get_backend("bubblewrap"), get_backend("landlock")
     assert bubblewrap.traces(spec, "box-1") == landlock.traces(spec, "box-1")
-    assert bubblewrap_backend.reap_bubblewrap is landlock_backend.reap_bubblewrap
+    assert bubblewrap_backend.reap_bubblewrap is landlock_backend.reap_bubblewrap  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("without_engines")

@@ -198,7 +198,7 @@ async def test_commands_that_are_beginning_when_their_box_is_frozen_have_all_the
         await box.thaw()
         ends = await asyncio.gather(*calls, return_exceptions=True)
         begun = [end for end in ends if not isinstance(end, UsageError)]  # the others came after the freeze
-        assert [(end.stdout, end.timed_out) for end in begun] == [("done\n", False)] * len(begun)
+        assert [(end.stdout, end.timed_out) for end in begun] == [("done\n", False)] * len(begun)  # type: ignore[union-attr]
         assert len(begun) == 3 or turns == 0
 
 

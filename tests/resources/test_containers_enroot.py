@@ -142,7 +142,7 @@ async def test_an_image_by_name_is_fetched_once_and_its_registry_set_apart(
     registry.mkdir()
     packed = registry / "example.org:5000#team_tool:1"
     words = ["mksquashfs", root, packed, "-all-root", "-quiet", "-no-progress"]
-    await asyncio.to_thread(subprocess.run, words, check=True, capture_output=True)
+    await asyncio.to_thread(subprocess.run, words, check=True, capture_output=True)  # type: ignore[arg-type]
     await asyncio.gather(*(start(image="example.org:5000/team/tool:1") for _ in range(3)))
     calls = [call["words"] for call in _calls(stand_in)]
     assert [call[0] for call in calls] == ["version", "import", "create", "start", "start", "start"]
@@ -183,7 +183,7 @@ async def test_an_image_of_more_than_may_be_is_refused_before_it_is_unpacked(
         registry = stand_in.with_name("registry")
         registry.mkdir()
         words = ["mksquashfs", root, registry / "large", "-all-root", "-quiet", "-no-progress"]
-        await asyncio.to_thread(subprocess.run, words, check=True, capture_output=True)
+        await asyncio.to_thread(subprocess.run, words, check=True, capture_output=True)  # type: ignore[arg-type]
         image = "large" if kind == "a name" else str(registry / "large")
     with pytest.raises(ResourceStartError, match=rf"ContainerSpec\({setting}=…\) allows more"):
         await start(image=image, **limit)

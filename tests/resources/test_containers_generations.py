@@ -73,7 +73,7 @@ async def test_a_life_that_stood_ready_and_died_is_not_used(
     box = Container(SPEC, name())
     await box.start()
     await box.reset()
-    ready = await asyncio.shield(box._sandbox._standby)
+    ready = await asyncio.shield(box._sandbox._standby)  # type: ignore[attr-defined]
     ready.process.kill()
     await eventually(lambda: not ready.alive)
     await box.reset()
@@ -93,7 +93,7 @@ async def test_a_next_life_that_cannot_begin_is_the_next_resets_matter(
     def fail(*_: object) -> None:
         raise OSError("as in the test")
 
-    begin = box._sandbox._begin
+    begin = box._sandbox._begin  # type: ignore[attr-defined]
     began = []
 
     async def begin_once() -> object:
@@ -104,7 +104,7 @@ async def test_a_next_life_that_cannot_begin_is_the_next_resets_matter(
 
     monkeypatch.setattr(box._sandbox, "_begin", begin_once)
     await box.reset()
-    await asyncio.wait({box._sandbox._standby})
+    await asyncio.wait({box._sandbox._standby})  # type: ignore[attr-defined]
     assert await box.status() is Status.HEALTHY
     with pytest.raises(ResourceStartError, match="as in the test"):
         await box.reset()
@@ -144,7 +144,7 @@ async def test_counts_of_a_life_before_are_not_taken_for_those_of_the_next(
 
 
 def snapshots_of(box: Container) -> SnapshotStore:
-    trees = box._sandbox._launcher._rootfs_builder
+    trees = box._sandbox._launcher._rootfs_builder  # type: ignore[attr-defined]
     assert isinstance(trees, OverlayRootfsBuilder)
     return trees.snapshots
 
@@ -297,7 +297,7 @@ async def test_a_box_that_is_killed_in_the_ice_is_broken(
     box = Container(SPEC, name())
     await box.start()
     await box.freeze()
-    box._sandbox.process.kill()
+    box._sandbox.process.kill()  # type: ignore[attr-defined]
     await eventually(lambda: not box._sandbox.alive)
     assert await box.status() is Status.BROKEN
     await box.thaw()
@@ -364,7 +364,7 @@ async def test_a_reset_that_fails_in_one_half_waits_for_the_other_and_leaves_not
     sandbox = box._sandbox
     done = []
 
-    begin, end = sandbox._begin, sandbox._end
+    begin, end = sandbox._begin, sandbox._end  # type: ignore[attr-defined]
 
     async def fails() -> object:
         raise OSError("as in the test")

@@ -35,7 +35,7 @@ HUGE = b"x" * 80_000_000
 
 def exchanged(box: Container) -> list[str]:
     """The files by which host and sandbox pass commands and their output."""
-    return [path.name for path in box._sandbox.process.shell_directory.iterdir()]
+    return [path.name for path in box._sandbox.process.shell_directory.iterdir()]  # type: ignore[attr-defined]
 
 
 def open_files() -> int:
@@ -102,13 +102,13 @@ async def test_forged_beginnings_of_the_shell_are_not_heeded(box: Container, mon
     await box.run("true", new_process=True)  # both parts of the shell have reported by now
     looked_up = []
     find = PidNamespace.host_pid
-    monkeypatch.setattr(PidNamespace, "host_pid", lambda self, *asked: (looked_up.append(asked), find(self, *asked))[1])
-    assert box._sandbox.shell is not None
-    keepers = box._sandbox.shell.shell_pids
+    monkeypatch.setattr(PidNamespace, "host_pid", lambda self, *asked: (looked_up.append(asked), find(self, *asked))[1])  # type: ignore[func-returns-value]
+    assert box._sandbox.shell is not None  # type: ignore[attr-defined]
+    keepers = box._sandbox.shell.shell_pids  # type: ignore[attr-defined]
     lines = "for n in {1..10}; do echo h 2; echo f 3; echo e 0 1; echo f 4; done"
     result = await box.run(f"X=5; {lines} > /proc/1/fd/201; echo done", timeout=60)
     assert result.stdout == "done\n"
-    assert box._sandbox.shell.shell_pids == keepers
+    assert box._sandbox.shell.shell_pids == keepers  # type: ignore[attr-defined]
     assert len(looked_up) == 0
     assert (await box.run("echo $X")).stdout == "5\n"
 
@@ -240,13 +240,13 @@ async def test_a_name_that_is_not_utf8_is_written_as_python_writes_it(box: Conta
 async def test_a_signal_to_the_process_group_reaches_nobody_outside(box: Container, number: str) -> None:
     await box.run(f"kill -{number} 0", timeout=1)
     assert (await box.run("echo alive")).stdout == "alive\n"
-    assert box._sandbox.process.launched is not None
-    assert state_of(box._sandbox.process.launched.process.pid) == "S"
+    assert box._sandbox.process.launched is not None  # type: ignore[attr-defined]
+    assert state_of(box._sandbox.process.launched.process.pid) == "S"  # type: ignore[attr-defined]
 
 
 async def test_what_attends_to_a_box_is_stopped_and_the_box_is_released_all_the_same(box: Container) -> None:
-    assert box._sandbox.process.launched is not None
-    os.kill(box._sandbox.process.launched.process.pid, signal.SIGSTOP)
+    assert box._sandbox.process.launched is not None  # type: ignore[attr-defined]
+    os.kill(box._sandbox.process.launched.process.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
     async with asyncio.timeout(10):
         await box.release()
 

@@ -141,7 +141,7 @@ def test_the_same_content_is_unpacked_once_and_a_changed_archive_anew(
 ) -> None:
     unpacked = []
     add = Unpacker.add
-    monkeypatch.setattr(Unpacker, "add", lambda *args, **more: (unpacked.append(1), add(*args, **more))[1])
+    monkeypatch.setattr(Unpacker, "add", lambda *args, **more: (unpacked.append(1), add(*args, **more))[1])  # type: ignore[func-returns-value]
     first, second = write(tmp_path / "a.tar", tar(BASE)), write(tmp_path / "b.tar", tar(BASE))
     for image in (first, second, first, second):
         prepare(str(image))

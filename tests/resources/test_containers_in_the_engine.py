@@ -55,7 +55,7 @@ async def test_a_sandbox_that_dies_is_replaced_for_the_next_owner(tmp_path: Path
         lease = await engine.acquire(SPEC, "first")
         sandbox = lease.resource._sandbox
         assert sandbox is not None
-        sandbox.process.kill()
+        sandbox.process.kill()  # type: ignore[attr-defined]
         with pytest.raises(ResourceDied):
             await lease.resource.run("sleep 60")
         assert await engine.check(lease) is Status.BROKEN
@@ -79,7 +79,7 @@ async def test_an_owners_reset_and_a_health_check_do_not_disturb_each_other(tmp_
 async def test_a_box_takes_no_processor_time_while_its_owner_does_not_use_it(tmp_path: Path) -> None:
     async with ResourceEngine(ledger=tmp_path) as engine:
         lease = await engine.acquire(replace(SPEC, idle="freeze"), "owner")
-        first = lease.resource._sandbox.process.pid_namespace.init_pid
+        first = lease.resource._sandbox.process.pid_namespace.init_pid  # type: ignore[attr-defined]
 
         def taken() -> int:
             """Ticks of processor time that its processes have taken."""

@@ -57,15 +57,15 @@ async def started(spec: ContainerSpec, launcher: Launcher) -> AsyncIterator[Cont
 def first_process(box: Container) -> int:
     """The host's id of a container's process 1."""
     assert box._sandbox is not None
-    assert box._sandbox.process.pid_namespace is not None
-    return box._sandbox.process.pid_namespace.init_pid
+    assert box._sandbox.process.pid_namespace is not None  # type: ignore[attr-defined]
+    return box._sandbox.process.pid_namespace.init_pid  # type: ignore[attr-defined]
 
 
 def bubblewrap(box: Container) -> int:
     """The host's id of the bubblewrap that started a container."""
     assert box._sandbox is not None
-    assert box._sandbox.process.launched is not None
-    return box._sandbox.process.launched.process.pid
+    assert box._sandbox.process.launched is not None  # type: ignore[attr-defined]
+    return box._sandbox.process.launched.process.pid  # type: ignore[attr-defined]
 
 
 # --- the host ---------------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ async def test_a_box_whose_processes_had_the_memory_limit_end_it_is_their_own_do
             assert await box.status() is Status.HEALTHY, attempt  # it is its owner's doing, who is told by each call
             await box.reset()
             assert (await box.run("echo new")).stdout == "new\n"
-        process = box._sandbox.process  # type: ignore[union-attr]
+        process = box._sandbox.process  # type: ignore[attr-defined]
         process.kill()
         await process.exited.wait()
         with pytest.raises(ResourceDied):
@@ -275,7 +275,7 @@ async def test_processor_time_is_limited_where_it_can_be(launcher: Launcher, nam
             await Container(spec, name(), backend=Bubblewrap(launcher)).start()
         return
     async with started(spec, launcher) as box:
-        group = box._sandbox.process.cgroup if box._sandbox else None
+        group = box._sandbox.process.cgroup if box._sandbox else None  # type: ignore[attr-defined]
         assert group is not None
         quota = group.directories["cpu"] / ("cpu.max" if group.version == 2 else "cpu.cfs_quota_us")
         assert quota.read_text().split()[0] == "50000"
@@ -335,9 +335,9 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 target = root / word.lstrip("/")
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(word, target)
-    for directory in root.parents:
-        if directory.stat().st_uid == os.geteuid() and directory != Path("/"):
-            directory.chmod(directory.stat().st_mode | 0o055)
+    for directory in root.parents:  # type: ignore[assignment]
+        if directory.stat().st_uid == os.geteuid() and directory != Path("/"):  # type: ignore[attr-defined, comparison-overlap]
+            directory.chmod(directory.stat().st_mode | 0o055)  # type: ignore[attr-defined]
     return root
 
 

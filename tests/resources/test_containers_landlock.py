@@ -52,11 +52,11 @@ async def box(landlock: Landlock) -> AsyncIterator[Container]:
 
 
 def first_process(box: Container) -> int:
-    return box._sandbox.process.pid_namespace.init_pid
+    return box._sandbox.process.pid_namespace.init_pid  # type: ignore[attr-defined]
 
 
 def attendant(box: Container) -> int:
-    return box._sandbox.process.launched.process.pid
+    return box._sandbox.process.launched.process.pid  # type: ignore[attr-defined]
 
 
 async def test_nothing_of_the_host_can_be_written_however_open_it_is(box: Container, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ async def test_nothing_of_the_host_can_be_written_however_open_it_is(box: Contai
 
 async def test_the_pipes_that_the_host_opens_cannot_be_replaced_by_links_to_its_files(box: Container) -> None:
     await box.run("true", new_process=True)
-    shell_directory = box._sandbox.process.shell_directory
+    shell_directory = box._sandbox.process.shell_directory  # type: ignore[attr-defined]
     before = sorted(path.name for path in shell_directory.iterdir())
     tries = (
         "rm -f $d/$p; mv $d/$p $d/q; ln -sf /etc/shadow $d/$p; ln -s /etc/shadow $d/new; mkfifo $d/fifo; mv $d $d.old"
@@ -122,7 +122,7 @@ async def test_a_command_that_a_dying_session_has_read_of_and_not_begun_is_run_b
     allowed = os.sched_getaffinity(0)
     here = {min(allowed)}
     await box.run("kept=5")
-    session = box._sandbox.shell._shell_processes.session
+    session = box._sandbox.shell._shell_processes.session  # type: ignore[attr-defined]
     try:
         os.sched_setaffinity(0, here)
         os.sched_setaffinity(session, here)

@@ -30,8 +30,8 @@ SPEC = ContainerSpec(memory="256MiB", pids=64)
 def first_process(box: Container) -> int:
     """The host's id of a container's process 1."""
     assert box._sandbox is not None
-    assert box._sandbox.process.pid_namespace is not None
-    return box._sandbox.process.pid_namespace.init_pid
+    assert box._sandbox.process.pid_namespace is not None  # type: ignore[attr-defined]
+    return box._sandbox.process.pid_namespace.init_pid  # type: ignore[attr-defined]
 
 
 def traces_of(instance: str) -> list[Path]:
@@ -253,5 +253,5 @@ async def test_reap_ends_a_sandbox_that_still_runs_and_no_other(
     await asyncio.to_thread(reap, traces)
     assert traces_of(other.instance) == []
     assert (await box.run("echo alive")).stdout == "alive\n"
-    await eventually(lambda: other._sandbox.shell is not None and other._sandbox.shell.dead)
+    await eventually(lambda: other._sandbox.shell is not None and other._sandbox.shell.dead)  # type: ignore[attr-defined]
     await other.release()

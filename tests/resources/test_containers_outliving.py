@@ -76,7 +76,7 @@ def python(source: str) -> str:
 
 
 def first_process(box: Container) -> int:
-    return box._sandbox.process.pid_namespace.init_pid
+    return box._sandbox.process.pid_namespace.init_pid  # type: ignore[attr-defined]
 
 
 async def hold(box: Container) -> None:
@@ -187,8 +187,8 @@ async def test_a_release_kills_process_1_also_where_it_has_outlived_bubblewrap(
         await box.start()
         await hold(box)
         first = InitProcess.of(first_process(box))
-        os.kill(box._sandbox.process.launched.process.pid, signal.SIGKILL)
-        await box._sandbox.process.exited.wait()
+        os.kill(box._sandbox.process.launched.process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        await box._sandbox.process.exited.wait()  # type: ignore[attr-defined]
         assert first.alive
     finally:
         await box.release()

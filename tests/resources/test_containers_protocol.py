@@ -200,7 +200,7 @@ streams = st.lists(
 
 def split(data: bytes, sizes: list[int]) -> list[bytes | list[str]]:
     """What a splitter makes of data in pieces, with what was printed joined between reports."""
-    splitter, joined = ReportSplitter(MARK), []
+    splitter, joined = ReportSplitter(MARK), []  # type: ignore[var-annotated]
     for piece in pieces(data, sizes):
         for one in splitter.split(piece):
             if joined and isinstance(one, bytes) and isinstance(joined[-1], bytes):
@@ -421,13 +421,13 @@ def test_what_one_box_forges_never_reaches_another(
         try:
             await asyncio.gather(*(box.start() for box in boxes))
             bad, good = boxes
-            first = bad._sandbox.process.pid_namespace.init_pid  # type: ignore[union-attr]
+            first = bad._sandbox.process.pid_namespace.init_pid  # type: ignore[attr-defined]
             calls = [
                 asyncio.create_task(bad.run("sleep 0.05; echo mine", timeout=1, new_process=n)) for n in (False, True)
             ]
             for where, written in forged:
                 await asyncio.sleep(0.01)
-                path = f"/proc/{first}/fd/{where}" if where.isdigit() else bad._sandbox.process.shell_directory / where
+                path = f"/proc/{first}/fd/{where}" if where.isdigit() else bad._sandbox.process.shell_directory / where  # type: ignore[attr-defined]
                 with contextlib.suppress(OSError):
                     descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
                     try:

@@ -109,7 +109,7 @@ def test_more_than_the_machine_has_is_refused_by_every_backend() -> None:
 
 async def test_no_container_begins_with_a_limit_that_its_machine_cannot_hold() -> None:
     for beyond in ({"cpus": 10_000}, {"memory": "999TiB"}):
-        box = Container(ContainerSpec(**beyond), "too-large")  # type: ignore[arg-type]
+        box = Container(ContainerSpec(**beyond), "too-large")
         try:
             with pytest.raises(PrerequisiteError):
                 await box.start()
@@ -167,4 +167,4 @@ def test_specs_are_copied_pickled_and_replaced_as_any_value() -> None:
     assert pickle.loads(pickle.dumps(spec)) == copy.deepcopy(spec) == spec
     assert replace(spec, pids=78).pids == 78
     with pytest.raises(ConfigError, match="Did you mean 'pids'"):
-        replace(spec, pid=78)
+        replace(spec, pid=78)  # type: ignore[call-arg]

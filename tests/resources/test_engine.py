@@ -172,10 +172,10 @@ def test_a_leased_resource_passes_for_the_resource_itself(play):
         shelf = lease.resource
         assert isinstance(shelf, Shelf)
         assert isinstance(shelf, Resource)
-        shelf.label = "upper"
+        shelf.label = "upper"  # type: ignore[attr-defined]
         async with shelf as contents:
             contents.append("book")
-        assert (shelf[0], len(shelf), shelf.label) == ("book", 2, "upper")
+        assert (shelf[0], len(shelf), shelf.label) == ("book", 2, "upper")  # type: ignore[attr-defined]
         assert "label" in vars(shelf)
         assert inspect.iscoroutinefunction(shelf.status)
         with pytest.raises(TypeError, match="neither copied nor pickled"):
@@ -313,7 +313,7 @@ def test_the_steps_of_a_generator_count_as_use(play):
     class Slow(FakeResource):
         def steps(self):
             for _ in range(2):
-                asyncio.get_running_loop().advance(3)
+                asyncio.get_running_loop().advance(3)  # type: ignore[attr-defined]
                 yield
 
     @dataclass(frozen=True, kw_only=True)
@@ -384,7 +384,7 @@ def test_a_start_that_fails_fails_its_request_only_and_leaves_nothing(play, act)
         failed, lease = results
         assert isinstance(failed, ResourceStartError)
         assert str(failed.__cause__) in str(failed)
-        assert spec.world.alive == {lease.instance}
+        assert spec.world.alive == {lease.instance}  # type: ignore[union-attr]
 
     play(scene)
 
@@ -512,7 +512,7 @@ def test_cancelled_requests_leave_all_slots_free(play):
             await asyncio.sleep(0.1 * (n % 20))
             for task in tasks:
                 task.cancel()
-            for task in await asyncio.gather(*tasks, return_exceptions=True):
+            for task in await asyncio.gather(*tasks, return_exceptions=True):  # type: ignore[assignment]
                 if not isinstance(task, BaseException):
                     await engine.release(task)
         await asyncio.gather(*(engine.acquire(spec, f"last{k}", timeout=5) for k in range(4)))
@@ -876,7 +876,7 @@ def test_when_the_whole_loop_is_torn_down_everything_is_still_released(tmp_path)
         engine = await ResourceEngine(ledger=tmp_path).__aenter__()
         for n in range(5):
             await engine.acquire(FakeSpec(world=world), f"o{n}")
-        engine.closing = asyncio.create_task(engine.close())
+        engine.closing = asyncio.create_task(engine.close())  # type: ignore[attr-defined]
         await asyncio.sleep(1)
         raise KeyboardInterrupt  # the second Ctrl-C, which ends the loop and cancels every task in it
 
@@ -925,7 +925,7 @@ async def test_specs_that_cannot_be_used_are_refused_with_the_cure(tmp_path):
         with pytest.raises(UsageError, match="register"):
             await engine.acquire(UnknownSpec(), "a")
         with pytest.raises(UsageError, match="takes a ResourceSpec"):
-            await engine.acquire("python:3.11", "a")
+            await engine.acquire("python:3.11", "a")  # type: ignore[arg-type]
 
 
 def test_every_request_and_instance_can_be_followed_in_the_events(play):

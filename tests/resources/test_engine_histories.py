@@ -9,6 +9,7 @@ import random
 import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ class History:
         self.random = random.Random(seed)
         self.engine = engine
         self.world = FakeBackend(self.misbehave)
-        shared = {"world": self.world, **LIMITS}
+        shared: dict[str, Any] = {"world": self.world, **LIMITS}
         self.specs = [
             FakeSpec(name="single", capacity=1, **shared),
             FakeSpec(name="pair", capacity=2, cpus=1, max_uses=2, idle_timeout_s=15, **shared),
@@ -147,7 +148,7 @@ class History:
     def check_invariants(self):
         assert not self.failures
         pools = {pool.spec.name: pool for pool in self.engine._scheduler.pools}
-        alive = Counter()
+        alive = Counter()  # type: ignore[var-annotated]
         for name in self.world.alive:
             kind = name.partition("-")[0]
             alive[kind] += 1

@@ -133,7 +133,7 @@ class Promising:
         return Promise("stepped")
 
     def close(self) -> Promise:
-        return Promise(self.write())
+        return Promise(self.write())  # type: ignore[func-returns-value]
 
     def write(self) -> None:
         with open(self.path, "w") as file:  # noqa: PTH123  (kept to what the simulator's process has loaded)

@@ -296,7 +296,7 @@ class Finder:
 def test_modules_are_looked_for_once_and_not_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     finder = Finder()
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-    request = ("call", "step", (Fraction(1, 3), Machine()), {})
+    request = ("call", "step", (Fraction(1, 3), Machine()), {})  # type: ignore[var-annotated]
     names = ("request", "method", "args", "kwargs")
     dumps(request, names)
     finder.asked.clear()

@@ -118,7 +118,7 @@ class Simulator:
         if what == "api":
             raise ModelAPIError("no", status=503)
         if what == "forged":
-            error = ToolError("sorry")
+            error = ToolError("sorry")  # type: ignore[assignment]
             error.__dict__ |= {"by_policy": False, "boundary": None, "note": "kept"}
             raise error
 

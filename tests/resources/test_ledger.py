@@ -13,6 +13,7 @@ import textwrap
 import time
 import types
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 
@@ -43,9 +44,9 @@ def dead_ledger(directory, *entries, owner=DEAD, tail=""):
 @pytest.fixture
 def removed(monkeypatch):
     """What the kind's reap was called with."""
-    calls = []
+    calls: list[Any] = []
     module = types.ModuleType("reap_for_tests")
-    module.remove = calls.append
+    module.remove = calls.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "reap_for_tests", module)
     return calls
 
@@ -123,7 +124,7 @@ async def test_nothing_of_a_live_process_is_touched(tmp_path, removed):
 
 @pytest.mark.parametrize(("changed", "dead"), [("boot", True), ("machine", False), ("namespace", False)])
 def test_a_process_counts_as_dead_only_if_that_is_certain(changed, dead):
-    assert replace(ProcessIdentity.current(), started=1, **{changed: "another"}).is_dead() is dead
+    assert replace(ProcessIdentity.current(), started=1, **{changed: "another"}).is_dead() is dead  # type: ignore[arg-type]
     assert replace(ProcessIdentity.current(), boot="another", machine="another").is_dead() is False
 
 
@@ -140,7 +141,7 @@ async def test_what_cannot_be_removed_stays_for_the_next_time(tmp_path, removed,
     assert await reap_orphans(tmp_path) == [entry("one")]
     assert "stubborn" in caplog.text
     assert ledger.read_ledger(path) == (DEAD, [stubborn])
-    sys.modules["reap_for_tests"].missing = removed.append
+    sys.modules["reap_for_tests"].missing = removed.append  # type: ignore[attr-defined]
     assert await reap_orphans(tmp_path) == [stubborn]
     assert not path.exists()
 
@@ -153,7 +154,7 @@ def unreachable(removed):
         raise ResourceUnreachable(f"Nothing listens at {traces['address']}.")
 
     def away(yes=True):
-        sys.modules["reap_for_tests"].remove = remove if yes else removed.append
+        sys.modules["reap_for_tests"].remove = remove if yes else removed.append  # type: ignore[attr-defined]
 
     away()
     return away
@@ -241,7 +242,7 @@ async def test_a_removal_that_hangs_is_given_up(tmp_path, monkeypatch):
     async def remove(traces):
         await asyncio.Event().wait()
 
-    module.remove = remove
+    module.remove = remove  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "reap_for_tests", module)
     monkeypatch.setattr(orphans, "REAP_TIMEOUT_S", 0.01)
     path = dead_ledger(tmp_path, entry())

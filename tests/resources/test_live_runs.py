@@ -177,13 +177,13 @@ def test_what_dead_processes_left_where_no_engine_listens_is_two_lines_however_m
     for path in tmp_path.glob("*.ledger"):
         path.write_text(path.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {2**22 + 1}'))
     ps = [app, ["resources", "ps", "--state-dir", str(tmp_path)]]
-    assert CliRunner().invoke(*ps).stdout.splitlines() == [
+    assert CliRunner().invoke(*ps).stdout.splitlines() == [  # type: ignore[arg-type]
         "nothing is running",
         "10 instances left behind by 5 processes, which are dead: agentfly resources reap removes them",
     ]
     said = CliRunner().invoke(app, ["resources", "reap", "--state-dir", str(tmp_path)]).stdout
     assert said.splitlines()[-1] == "removed 0 orphans, 10 could not be removed"
-    first, told = CliRunner().invoke(*ps).stdout.splitlines()
+    first, told = CliRunner().invoke(*ps).stdout.splitlines()  # type: ignore[arg-type]
     assert first == "nothing is running"
     assert told.startswith("10 instances left behind where nothing answers: start what is missing at unix:///")
     assert told.endswith(".sock and 2 more, then run agentfly resources reap")

@@ -112,7 +112,7 @@ async def failure_of_a_call(server: MCPServer) -> Exception | None:
 async def test_what_http_and_the_protocol_go_wrong_with_is_infrastructure() -> None:
     async with MCPHTTPServer() as there, connected(there, call_timeout_s=20) as server:
         for name, answer in INFRASTRUCTURE.items():
-            there.on_call = lambda request, answer=answer: answer(request["id"])
+            there.on_call = lambda request, answer=answer: answer(request["id"])  # type: ignore[misc]
             failed = await failure_of_a_call(server)
             assert isinstance(failed, ResourceError), (name, failed)
             assert str(failed).startswith("mcp:127.0.0.1"), (name, failed)
@@ -161,7 +161,7 @@ async def test_nothing_is_read_beyond_a_bound_or_decompressed(
     monkeypatch.setattr("agentfly.resources.mcp.transports.MOST_VALUES", 100_000)
     async with MCPHTTPServer() as there, connected(there, call_timeout_s=20) as server:
         for name, answer in answers.items():
-            there.on_call = lambda _, answer=answer: answer
+            there.on_call = lambda _, answer=answer: answer  # type: ignore[misc]
             failed = await failure_of_a_call(server)
             assert isinstance(failed, ResourceError), (name, failed)
             assert told_of_it in str(failed), name
@@ -179,7 +179,7 @@ async def test_events_are_read_as_utf_8_whatever_the_server_calls_it() -> None:
 async def test_what_the_server_says_of_a_call_is_told_to_the_model() -> None:
     async with MCPHTTPServer() as there, connected(there) as server:
         for name, answer in OF_THE_CALL.items():
-            there.on_call = lambda request, answer=answer: answer(request["id"])
+            there.on_call = lambda request, answer=answer: answer(request["id"])  # type: ignore[misc]
             failed = await failure_of_a_call(server)
             assert isinstance(failed, ToolError), (name, failed)
             assert str(failed) == "no such line"
@@ -233,7 +233,7 @@ async def test_no_credential_that_a_server_sends_back_is_in_a_result_or_in_the_l
             lambda answer: Answer(b"data: " + answer + b"\n\n", kind="text/event-stream"),
             lambda answer: in_pieces(b"data: " + answer + b"\n\n"),
         ):
-            there.on_call = lambda request, wrap=wrap: wrap(told(request["id"], says).body)
+            there.on_call = lambda request, wrap=wrap: wrap(told(request["id"], says).body)  # type: ignore[misc]
             assert text_of(await server.call("say", {})) == "it is [secret], key-of-the"
         there.on_call = lambda _: redirect
         failed = await failure_of_a_call(server)
@@ -522,7 +522,7 @@ def test_any_answer_over_http_is_a_result_or_a_typed_failure(script: list[Answer
     async def ask() -> None:
         async with MCPHTTPServer() as there, connected(there, call_timeout_s=5) as server:
             for answer in script:
-                there.on_call = lambda request, answer=answer: answer(request["id"])
+                there.on_call = lambda request, answer=answer: answer(request["id"])  # type: ignore[misc]
                 with contextlib.suppress(ToolError, ResourceError):
                     to_tool_result("say", _as_result(await server.call("say", {}, keeps_state=False)))
             there.on_call = lambda request: told(request["id"], "here")

@@ -170,13 +170,13 @@ PARTS = [
         for name in ("requests", "tokens")
         for bad in [[[None, 1]], [[1.0, "1"]], [[1.0, -1]], [1], {"a": 1}, 1]
     ],
-    *[(name, bad) for name in ("paused_until", "lowered_at") for bad in (None, "0", math.nan, [])],
-    *[("allowance", bad) for bad in (0, -1, "4", 1.5, [])],
+    *[(name, bad) for name in ("paused_until", "lowered_at") for bad in (None, "0", math.nan, [])],  # type: ignore[var-annotated]
+    *[("allowance", bad) for bad in (0, -1, "4", 1.5, [])],  # type: ignore[var-annotated]
     *[("successes", bad) for bad in (None, -1, "4")],
-    *[("line", bad) for bad in ({"gate": None}, {"gate": "1"}, [], None)],
-    *[
+    *[("line", bad) for bad in ({"gate": None}, {"gate": "1"}, [], None)],  # type: ignore[var-annotated]
+    *[  # type: ignore[var-annotated]
         ("processes", bad)
-        for bad in ({"gate": None}, {"gate": {}}, {"gate": {**GOOD["processes"]["gate"], "pid": "1"}}, [])
+        for bad in ({"gate": None}, {"gate": {}}, {"gate": {**GOOD["processes"]["gate"], "pid": "1"}}, [])  # type: ignore[index]
     ],
     ("more", 1),
 ]

@@ -9,6 +9,7 @@ import random
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -294,7 +295,7 @@ async def test_a_kind_that_cannot_freeze_says_so_at_once_with_the_cure(tmp_path)
         with pytest.raises(ResourceStartError, match="stone cannot be frozen"):
             await engine.acquire(MadeStoneSpec(idle="freeze"), "a")
     with pytest.raises(ConfigError, match="'run' or 'freeze'"):
-        FakeSpec(idle="sleep")
+        FakeSpec(idle="sleep")  # type: ignore[arg-type]
 
 
 async def test_a_sync_tool_on_a_thread_uses_a_frozen_instance_like_any_other(tmp_path):
@@ -382,7 +383,7 @@ def test_sync_methods_and_async_iterations_count_as_use(play):
                 yield word
 
         def moan(self):
-            asyncio.get_running_loop().advance(3)
+            asyncio.get_running_loop().advance(3)  # type: ignore[attr-defined]
 
     @dataclass(frozen=True, kw_only=True)
     class TalkingSpec(FakeSpec):
@@ -417,7 +418,7 @@ async def live_through(seed, directory):
                 await asyncio.sleep(draw.uniform(0, 0.3))
 
     world = FakeBackend(misbehave)
-    limits = {"start_timeout_s": 4.0, "reset_timeout_s": 2.0, "release_timeout_s": 1.0}
+    limits: dict[str, Any] = {"start_timeout_s": 4.0, "reset_timeout_s": 2.0, "release_timeout_s": 1.0}
     spec = FakeSpec(world=world, capacity=2, idle="freeze", check_interval_s=1, **limits)
     told = SimpleNamespace(violations=[])
 

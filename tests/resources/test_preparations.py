@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from typing import Any
 
 import pytest
 
@@ -199,7 +200,7 @@ def test_what_a_spec_keeps_ready_starts_with_its_prefetch(play):
 
 
 def test_preparations_can_be_followed_in_the_events(play):
-    seen = []
+    seen: list[Any] = []
     events = EventStream()
 
     async def scene(engine):

@@ -52,7 +52,7 @@ def test_only_a_spec_can_be_registered(spec_type):
 
 def test_a_spec_names_the_fields_that_it_cannot_do_without_and_travels_with_them():
     with pytest.raises(ConfigError, match=r"LazySpec needs world\. Write LazySpec\(world=…\)"):
-        LazySpec(capacity=2)
+        LazySpec(capacity=2)  # type: ignore[call-arg]
     spec = ModelAPISpec(base_url="http://localhost:1/v1", model="judge")
     assert pickle.loads(pickle.dumps(spec)) == copy.deepcopy(spec) == spec
 
@@ -94,7 +94,7 @@ def test_a_reap_that_a_later_process_could_not_import_is_refused(reap):
 
 
 def test_a_reap_is_known_by_its_address():
-    register(LazySpec, FakeResource, kind="lazy", reap=parse_byte_size)
+    register(LazySpec, FakeResource, kind="lazy", reap=parse_byte_size)  # type: ignore[arg-type]
     assert kind_of(LazySpec(world=FakeBackend())).reap_address == "agentfly.core.numbers:parse_byte_size"
 
 

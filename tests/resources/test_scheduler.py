@@ -496,7 +496,7 @@ def test_a_deadlock_over_seats_of_a_shared_instance_is_broken_too():
 def test_to_see_that_somebody_will_go_on_takes_no_look_at_everybody_who_waits(monkeypatch):
     desk = Desk()
     looks, look = [], WaitGraph.blockers_of
-    monkeypatch.setattr(WaitGraph, "blockers_of", lambda self, waiter: looks.append(waiter) or look(self, waiter))
+    monkeypatch.setattr(WaitGraph, "blockers_of", lambda self, waiter: looks.append(waiter) or look(self, waiter))  # type: ignore[func-returns-value]
     box, judge = ThingSpec(name="box", capacity=50), ThingSpec(name="judge", capacity=50)
     for n in range(50):
         desk.has(box, f"a{n}")

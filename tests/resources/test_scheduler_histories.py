@@ -8,6 +8,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -114,7 +115,7 @@ class SchedulerHistory(RuleBasedStateMachine):
         self.scheduler = Watched(budget=BUDGET, max_concurrent_starts=STARTS)
         self.now = 0.0
         self.ids = count(1)
-        self.lives, self.alive = {}, Counter()
+        self.lives, self.alive = {}, Counter()  # type: ignore[var-annotated]
         self.waiting = {}  # request id -> Wait
         self.held = {}  # holding id -> Holding
         self.mine = {}  # owner, spec, scope -> holding id
@@ -265,14 +266,14 @@ class SchedulerHistory(RuleBasedStateMachine):
 
     def take(self, decisions):
         """Carry out what was decided, and see that it was fair. Returns whose waits were ended by new holdings."""
-        granted, self.spared, self.bounced = [], 0, False
+        granted, self.spared, self.bounced = [], 0, False  # type: ignore[var-annotated]
         decisions = deque(decisions)
         while decisions:
             match decisions.popleft():
                 case StartInstance(instance=name, spec=spec):
                     assert name not in self.lives
                     assert self.now >= self.pauses.get(spec, 0), "a start was tried in a pause"
-                    self.lives[name] = Life(spec, self.now)
+                    self.lives[name] = Life(spec, self.now)  # type: ignore[arg-type]
                     self.alive[spec] += 1
                 case GrantRequest(request=number, holding=holding) if holding.died_undelivered or self.is_found_dead(
                     holding
@@ -488,10 +489,14 @@ class SchedulerHistory(RuleBasedStateMachine):
 
 
 # A failing history is not shrunk: that takes long, and the steps of any one can be read.
-UNSHRUNK = {"deadline": None, "suppress_health_check": list(HealthCheck), "phases": [Phase.explicit, Phase.generate]}
+UNSHRUNK: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "phases": [Phase.explicit, Phase.generate],
+}
 
 
-class TestShortHistories(SchedulerHistory.TestCase):
+class TestShortHistories(SchedulerHistory.TestCase):  # type: ignore[misc, valid-type]
     settings = settings(max_examples=50, stateful_step_count=50, **UNSHRUNK)
 
 

@@ -126,4 +126,4 @@ async def test_a_wait_is_bounded_by_a_number_of_seconds_or_by_nothing(timeout: A
             with pytest.raises(UsageError, match=r"seconds to wait.* or None"):
                 await asking
         assert engine.snapshot().pools == ()
-        await engine.acquire(spec, "a", timeout=np.float32(5))
+        await engine.acquire(spec, "a", timeout=np.float32(5))  # type: ignore[arg-type]

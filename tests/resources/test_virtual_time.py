@@ -53,7 +53,7 @@ def test_agentflys_threads_hold_the_clock_while_they_work_and_no_longer():
         async with asyncio.timeout(0.001):
             await run_in_thread(time.sleep, 0.02)
             await thread.start(time.sleep, 0.02)
-        assert not loop.has_thread_at_work  # though the dedicated thread waits for further calls
+        assert not loop.has_thread_at_work  # type: ignore[attr-defined]  # though the dedicated thread waits for further calls
         thread.close()
         return loop.time()
 

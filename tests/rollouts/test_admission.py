@@ -352,7 +352,7 @@ def test_evaluation_goes_before_prefetched_training_rollouts_and_needs_none_of_t
             waiting = sum(len(pool.queue) for pool in engine.snapshot().pools)
             await asyncio.sleep(1000)
             assert not any(instance.owners for pool in engine.snapshot().pools for instance in pool.instances)
-            await training.aclose()
+            await training.aclose()  # type: ignore[attr-defined]
         return took, waiting
 
     took, waiting = in_virtual_time(scene, tmp_path)

@@ -25,9 +25,9 @@ async def test_a_misspelled_argument_of_a_run_names_the_nearest(call, name, near
 
 def test_a_misspelled_field_of_an_agent_names_the_nearest():
     with pytest.raises(UsageError, match=r"Agent has no argument 'max_turn'\. Did you mean 'max_turns'\?"):
-        af.Agent(model="tiny", max_turn=3)
+        af.Agent(model="tiny", max_turn=3)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match=r"Agent needs a model\. Write Agent\(model='tiny'"):
-        af.Agent(max_turns=3)
+        af.Agent(max_turns=3)  # type: ignore[call-arg]
 
 
 def test_an_agent_is_copied_replaced_and_pickled():

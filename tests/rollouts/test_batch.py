@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -158,7 +159,7 @@ def test_a_name_that_no_group_can_have_is_refused_while_more_groups_may_come(tmp
 
 
 def test_a_batch_that_cannot_be_closed_holds_up_the_closing_of_no_other(tmp_path, monkeypatch):
-    closed = []
+    closed: list[Any] = []
 
     async def close(batch):
         if batch.add_label == "broken":
@@ -173,7 +174,7 @@ def test_a_batch_that_cannot_be_closed_holds_up_the_closing_of_no_other(tmp_path
             Runner(AGENT, policy=ScriptedPolicy(TURNS), engine=engine) as runner,
         ):
             for label in ("one", "broken", "two"):
-                runner.batch(tasks(5), label=label).add_label = label
+                runner.batch(tasks(5), label=label).add_label = label  # type: ignore[attr-defined]
             await asyncio.sleep(0.5)
 
     original = Batch.close

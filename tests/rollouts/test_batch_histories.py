@@ -31,7 +31,7 @@ class History:
     def __init__(self, runner, chance):
         self.runner = runner
         self.chance = chance
-        self.taken = Counter()
+        self.taken = Counter()  # type: ignore[var-annotated]
 
     def tasks(self):
         seconds = [self.chance.choice([0.0, 1.0, 3.0]) for _ in range(self.chance.randrange(4))]
@@ -108,7 +108,7 @@ def test_each_rollout_is_handed_out_once_at_most_and_ends_with_everything_given_
         await asyncio.sleep(chance.choice([0.0, 1.0]))
         return [1.0] * len(responses)
 
-    begun, ended = Counter(), Counter()
+    begun, ended = Counter(), Counter()  # type: ignore[var-annotated]
 
     def watch(event):
         if isinstance(event, RolloutStarted):

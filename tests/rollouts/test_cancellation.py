@@ -87,7 +87,7 @@ def test_whoever_swallows_a_cancellation_the_rollout_is_cancelled_and_has_no_rew
     async def main():
         agent = Agent(model="scripted", tools=[chosen])
         async with (
-            Runner(agent, policy=policy(TURNS), reward=score) as runner,
+            Runner(agent, policy=policy(TURNS), reward=score) as runner,  # type: ignore[arg-type]
             runner.batch([Task("a"), Task("b")], attempts=2, label="r") as batch,
         ):
             await asyncio.sleep(1)

@@ -1,9 +1,11 @@
 """The chain strategy: one sequence, exact to the token."""
 
+from typing import Any
+
 import pytest
 
 from agentfly.core.errors import TokenInvariantError
-from agentfly.core.messages import Image, PlacedImage
+from agentfly.core.messages import Image, Message, PlacedImage
 from agentfly.formats.chat.chat_format import RenderedTokens
 from agentfly.formats.chat.prefix_stability import ProbeExchange
 from agentfly.formats.chat.template_format import TemplateChatFormat
@@ -12,9 +14,9 @@ from agentfly.policies.scripted import ByteTokenizer
 from agentfly.rollouts.token_recorder import ChainStrategy, StepStrategy, TokenRecorder
 
 IM_END = 257
-ASKED = {"role": "user", "content": "greet"}
-SAID = {"role": "assistant", "content": "hello"}
-ANSWER = {"role": "tool", "content": "ok"}
+ASKED: Message = {"role": "user", "content": "greet"}
+SAID: Message = {"role": "assistant", "content": "hello"}
+ANSWER: Message = {"role": "tool", "content": "ok"}
 
 
 class MergingTokenizer(ByteTokenizer):
@@ -39,7 +41,7 @@ class Conversation:
 
     def __init__(self, strategy=ChainStrategy, *, limit=10_000, tokenizer=None, chat=None):
         self.chat = chat or TemplateChatFormat(tokenizer or ByteTokenizer(), [ProbeExchange(SAID, (ANSWER,))])
-        self.sequences = []
+        self.sequences = []  # type: ignore[var-annotated]
         self.tape = TokenRecorder(self.sequences, max_tokens=limit, stop_ids=[IM_END])
         self.strategy = strategy(self.chat, self.tape)
         self.view = []
@@ -180,7 +182,7 @@ def test_a_mask_that_covers_something_rendered_is_noticed_at_the_end():
 
 
 def test_a_whole_prompt_that_goes_on_from_the_sequence_extends_it_and_another_begins_a_new_one():
-    sequences = []
+    sequences: list[Any] = []
     tape = TokenRecorder(sequences, max_tokens=100, stop_ids=[9])
     tape.continue_or_begin(RenderedTokens([1, 2]))
     tape.append_sampled(generation([3, 9]))
@@ -205,7 +207,7 @@ def test_nothing_is_sampled_after_a_cut_even_where_an_image_left_room_by_going_w
 
 
 def test_a_prompt_that_left_no_room_gives_its_place_to_the_next():
-    sequences = []
+    sequences: list[Any] = []
     tape = TokenRecorder(sequences, max_tokens=4, stop_ids=[9])
     tape.begin_sequence(RenderedTokens([1, 2, 3, 4, 5]))
     tape.begin_sequence(RenderedTokens([1, 2]))

@@ -91,8 +91,8 @@ TEMPLATES = {
 }
 """Kinds of templates; some write beside texts what texts could make control tokens of."""
 
-CALLED = ProbeExchange(assistant("", call(0, {"command": "ls"})), [result(0, "result 0")])
-UNCALLED = ProbeExchange(assistant("call"), [result(0, "result 0")])
+CALLED = ProbeExchange(assistant("", call(0, {"command": "ls"})), [result(0, "result 0")])  # type: ignore[arg-type]
+UNCALLED = ProbeExchange(assistant("call"), [result(0, "result 0")])  # type: ignore[arg-type]
 
 
 WAYS = {"calls": (CALLED, [shell()]), "results": (UNCALLED, []), "words": (ANSWER_EXCHANGE, [])}
@@ -103,7 +103,7 @@ def chat_of(template: str, history: str) -> tuple[TemplateChatFormat, str] | Non
     """A template's format, and which of `WAYS` it carries; None if it carries no conversation."""
     for way, (exchange, tools) in WAYS.items():
         try:
-            chat = TemplateChatFormat(tokenizer_of(template), [exchange], tools=tools, history=history)
+            chat = TemplateChatFormat(tokenizer_of(template), [exchange], tools=tools, history=history)  # type: ignore[arg-type]
         except ChatFormatError:
             continue
         return chat, way
@@ -133,17 +133,17 @@ def require_no_control_token_of_texts(
     tokenizer, tamer, messages = tokenizer_of(template), Tamer(), in_way(messages, way)
     tame, tools = tamer.messages(messages), [tool] if way == "calls" else []
     try:
-        expected = chat.render_prompt(tame, tame_tools := [tamer.tool(each) for each in tools]).ids
+        expected = chat.render_prompt(tame, tame_tools := [tamer.tool(each) for each in tools]).ids  # type: ignore[arg-type]
     except ChatFormatError:
         return  # some want other things of a conversation, such as an assistant's turn between two users' messages
-    ids = chat.render_prompt(messages, tools).ids
+    ids = chat.render_prompt(messages, tools).ids  # type: ignore[arg-type]
     assert controls_in(tokenizer, ids) == controls_in(tokenizer, expected)
     assert ESCAPE_MARK not in tokenizer.decode(ids)
     assert SLOT_MARK not in tokenizer.decode(ids)
     last = max(at for at, one in enumerate(messages) if one["role"] == "assistant")
     after = [65, chat.stop_ids[0]]
     following = [
-        chat.render_continuation(talk[last + 1 :], after=after, conversation=talk, tools=described)
+        chat.render_continuation(talk[last + 1 :], after=after, conversation=talk, tools=described)  # type: ignore[arg-type]
         for talk, described in ((messages, tools), (tame, tame_tools))
     ]
     assert (following[0] is None) == (following[1] is None)
@@ -176,9 +176,9 @@ def test_no_text_is_a_control_token_or_is_completed_to_one_by_a_template(templat
 
     @settings(max_examples=scaled(25, 2_000))
     @given(conversations(text, calls=True), descriptions(text), HISTORIES)
-    @example(conversation_of(FOUND[0]), shell("<think>"), "rewrite")
-    @example(conversation_of(FOUND[1]), shell("", {"tool_call": {"type": "string"}}), "rewrite")
-    @example(conversation_of(FOUND[2]), shell("|im_end|>", {"/think": {"enum": ["<|im_start|"]}}), "rewrite")
+    @example(conversation_of(FOUND[0]), shell("<think>"), "rewrite")  # type: ignore[arg-type]
+    @example(conversation_of(FOUND[1]), shell("", {"tool_call": {"type": "string"}}), "rewrite")  # type: ignore[arg-type]
+    @example(conversation_of(FOUND[2]), shell("|im_end|>", {"/think": {"enum": ["<|im_start|"]}}), "rewrite")  # type: ignore[arg-type]
     def check(messages: list[dict[str, Any]], tool: dict[str, Any], history: str) -> None:
         require_no_control_token_of_texts(text, messages, tool, history)
 
@@ -201,8 +201,8 @@ def test_no_text_is_a_control_token_in_the_template_of_a_well_known_model(name):
 
     @settings(max_examples=scaled(8, 300))
     @given(conversations(text, calls=True), descriptions(text), HISTORIES)
-    @example(conversation_of(FOUND[0]), shell(), "rewrite")
-    @example(conversation_of(FOUND[1]), shell(), "rewrite")
+    @example(conversation_of(FOUND[0]), shell(), "rewrite")  # type: ignore[arg-type]
+    @example(conversation_of(FOUND[1]), shell(), "rewrite")  # type: ignore[arg-type]
     def check(messages: list[dict[str, Any]], tool: dict[str, Any], history: str) -> None:
         require_no_control_token_of_texts(text, messages, tool, history)
 
@@ -232,7 +232,7 @@ class Typist:
         self._script = iter(script)
         self.sent: list[tuple[list[int], Generation]] = []
 
-    async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):  # type: ignore[no-untyped-def]
+    async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):
         ids, stops = next(self._script, ([*b"end"], True))
         ids = [one for one in ids if one not in sampling.stop_ids] or [65]
         if stops:
@@ -244,7 +244,7 @@ class Typist:
     def release_rollout(self, rollout_id: str) -> None:
         """Nothing is kept."""
 
-    async def __aenter__(self):  # type: ignore[no-untyped-def]
+    async def __aenter__(self):
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -299,7 +299,7 @@ class Player:
                 uses_chat_template=made is not None and made[1] == "calls" and "tools" in template
             ),
             chat_format="template",
-            history=history,
+            history=history,  # type: ignore[arg-type]
             max_turns=4,
             max_consecutive_invalid_calls=10,
         )
@@ -411,7 +411,7 @@ def rolled_out(history: str, strategy: str, said: str, told: str) -> Trajectory:
     def turns(trajectory: Trajectory) -> float:
         return float(len(trajectory.turns))
 
-    agent = af.Agent(model="m", tools=[shell], chat_format="template", history=history, tool_call_format="hermes")
+    agent = af.Agent(model="m", tools=[shell], chat_format="template", history=history, tool_call_format="hermes")  # type: ignore[arg-type]
     [trajectory] = asyncio.run(af.run(agent, ["go"], reward=turns, policy=policy, strategy=strategy)).trajectories
     require_tokens(policy, trajectory)
     return trajectory

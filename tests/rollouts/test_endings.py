@@ -55,7 +55,7 @@ async def test_a_turn_ends_where_transformers_ends_it(tmp_path):
     model = tiny_that_stops_at(tmp_path / "model", [0, stop])
     policy = load_policy(model, dtype="float32")
     prompt = list(before.sequences[0].ids[: turn.start])
-    expected = policy.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=64)[0].tolist()
+    expected = policy.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=64)[0].tolist()  # type: ignore[operator]
     assert len(expected) <= len(prompt) + 3
     async with policy:
         [after] = (await af.run(AGENT, [ASKED], policy=policy)).trajectories
@@ -70,7 +70,7 @@ class Stopping(ByteTokenizer):
     """Has a second token that ends turns, and is to stop at a bracket of ordinary text, too."""
 
     control_tokens = {**ByteTokenizer.control_tokens, "<|eot|>": OTHER_END}
-    eos_ids = (END, OTHER_END, ord("}"))
+    eos_ids = (END, OTHER_END, ord("}"))  # type: ignore[assignment]
 
 
 @pytest.fixture

@@ -104,13 +104,13 @@ def places(error: type[BaseException]):
     return {
         "an async tool": (Agent(model="scripted", tools=[async_tool]), call("use"), None, "told"),
         "a sync tool": (Agent(model="scripted", tools=[sync_tool]), call("use"), None, "told"),
-        "a constructor": (Agent(model="scripted", tools=[Made]), call("made_use"), None, "failed"),
-        "aclose": (Agent(model="scripted", tools=[Closed]), call("closed_use"), None, "logged"),
+        "a constructor": (Agent(model="scripted", tools=[Made]), call("made_use"), None, "failed"),  # type: ignore[list-item]
+        "aclose": (Agent(model="scripted", tools=[Closed]), call("closed_use"), None, "logged"),  # type: ignore[list-item]
         "a preparation": (Agent(model="scripted", tools=[prepared]), call("use"), None, "failed"),
         "an async reward": (plain, script("Done."), async_reward, "unscored"),
         "a sync reward": (plain, script("Done."), sync_reward, "unscored"),
         "a group reward": (plain, script("Done."), together, "unscored"),
-        "a memory": (Agent(model="scripted", memory=Forgetful()), script("Done."), None, "failed"),
+        "a memory": (Agent(model="scripted", memory=Forgetful()), script("Done."), None, "failed"),  # type: ignore[arg-type]
         "a policy": (plain, ScriptedPolicy(answer), None, "failed"),
     }
 

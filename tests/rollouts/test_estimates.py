@@ -70,7 +70,7 @@ def test_one_task_tells_nothing_of_others():
 @pytest.mark.parametrize("value", [0.0, 0.1, 7.0])
 def test_tasks_of_one_mean_tell_no_interval(value):
     estimate = mean_over_tasks([[value] * 3, [value], [value] * 7])
-    assert (estimate.mean, estimate.low, estimate.high) == (pytest.approx(value), None, None)
+    assert (estimate.mean, estimate.low, estimate.high) == (pytest.approx(value), None, None)  # type: ignore[comparison-overlap]
 
 
 @given(st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=6), min_size=1, max_size=12))

@@ -45,7 +45,7 @@ def test_a_run_of_unknown_length_is_stopped_too():
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.75])
 def test_failures_that_are_quick_do_not_stop_a_run_with_fewer_than_its_share_of_them(share):
     """Of 256 at a time, the failing end at once and make room for others before the first sound one has ended."""
-    at_a_time, begun, fates = 256, 0, []
+    at_a_time, begun, fates = 256, 0, []  # type: ignore[var-annotated]
     while begun - len(fates) < at_a_time:
         begun += 1
         if int(begun * share * 0.95) > int((begun - 1) * share * 0.95):

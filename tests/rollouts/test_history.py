@@ -71,9 +71,9 @@ class Talk:
 
     def __init__(self, template, history, answer=user):
         self.tokenizer = TemplateTokenizer(template)
-        exchange = ProbeExchange(assistant("said"), [answer("answered")])
+        exchange = ProbeExchange(assistant("said"), [answer("answered")])  # type: ignore[arg-type]
         self.chat = TemplateChatFormat(self.tokenizer, [exchange], history=history)
-        self.sequences = []
+        self.sequences = []  # type: ignore[var-annotated]
         self.tape = TokenRecorder(self.sequences, max_tokens=10_000, stop_ids=self.chat.stop_ids)
         self.strategy = ChainStrategy(self.chat, self.tape)
         self.view = []

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import agentfly as af
 from agentfly.core.errors import ChatFormatError
-from agentfly.core.messages import Image, PlacedImage
+from agentfly.core.messages import Image, Message, PlacedImage
 from agentfly.core.tokens import TokenSequence
 from agentfly.core.trajectory import FinishReason, Trajectory
 from agentfly.formats.chat.chat_format import RenderedTokens
@@ -56,7 +56,7 @@ class Seen(af.ScriptedPolicy):
         super().__init__(script, sees=True, limited=True, **how)
         self.sent: list[tuple[list[int], list[PlacedImage]]] = []
 
-    async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):  # type: ignore[no-untyped-def]
+    async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):
         self.sent.append((list(prompt_ids), list(images)))
         self.barred = sampling.suppressed_ids
         return await super().generate(prompt_ids, sampling, rollout_id=rollout_id, images=images)
@@ -89,7 +89,7 @@ def agent() -> af.Agent:
 
 async def test_images_of_the_task_and_of_tools_reach_the_policy_in_their_places(agent: af.Agent) -> None:
     policy = Seen([call(agent), "two pictures"])
-    trajectory = await rollout(policy, af.Task([with_images(image(9), image(5))]))
+    trajectory = await rollout(policy, af.Task([with_images(image(9), image(5))]))  # type: ignore[list-item]
     assert trajectory.finish_reason is FinishReason.ANSWERED
     assert [len(images) for _, images in policy.sent] == [2, 3]
     for ids, images in policy.sent:
@@ -117,7 +117,7 @@ async def test_an_observation_that_does_not_fit_is_cut_with_its_image_or_before_
 
 
 async def test_nothing_is_sampled_after_an_observation_whose_image_was_left_out(agent: af.Agent) -> None:
-    tape = TokenRecorder(sequences := [], max_tokens=10, stop_ids=[IM_END], barred_ids=[PIXEL])
+    tape = TokenRecorder(sequences := [], max_tokens=10, stop_ids=[IM_END], barred_ids=[PIXEL])  # type: ignore[var-annotated]
     tape.begin_sequence(RenderedTokens([1, 2]))
     tape.prompt_ids()
     tape.append_sampled(Generation([IM_END], [0.0], "stop", 0))
@@ -149,7 +149,7 @@ async def test_a_model_without_eyes_is_shown_no_task_with_images(agent: af.Agent
         raise AssertionError("it was asked all the same")
 
     with pytest.raises(FailureBudgetExceeded, match=r"role 'user' holds .*a model that sees no images"):
-        await rollout(af.ScriptedPolicy(never), af.Task([with_images(image(9))]))
+        await rollout(af.ScriptedPolicy(never), af.Task([with_images(image(9))]))  # type: ignore[list-item]
 
 
 async def test_a_model_without_eyes_goes_no_further_than_the_image_of_a_tool(agent: af.Agent) -> None:
@@ -159,7 +159,7 @@ async def test_a_model_without_eyes_goes_no_further_than_the_image_of_a_tool(age
 
 async def test_a_policy_that_samples_a_placeholder_is_refused() -> None:
     class Dreaming(af.ScriptedPolicy):
-        async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):  # type: ignore[no-untyped-def]
+        async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):
             return Generation([*b"I see ", PIXEL, IM_END], [0.0] * 8, "stop", 0)
 
     with pytest.raises(FailureBudgetExceeded, match=r"TokenInvariantError .*a token that is reserved for images"):
@@ -168,24 +168,24 @@ async def test_a_policy_that_samples_a_placeholder_is_refused() -> None:
 
 async def test_tokens_that_a_server_tells_are_no_record_where_it_was_shown_images() -> None:
     class Server:
-        async def chat(self, messages, tools, sampling, *, rollout_id):  # type: ignore[no-untyped-def]
+        async def chat(self, messages, tools, sampling, *, rollout_id):
             return ChatGeneration("red", (), "stop", prompt_ids=[1, PIXEL], ids=[2], logprobs=[0.0])
 
-        async def __aenter__(self):  # type: ignore[no-untyped-def]
+        async def __aenter__(self):
             return self
 
         async def __aexit__(self, *_: object) -> None: ...
 
-    blind, seeing = await rollout(Server(), "go"), await rollout(Server(), af.Task([with_images(image(9))]))
+    blind, seeing = await rollout(Server(), "go"), await rollout(Server(), af.Task([with_images(image(9))]))  # type: ignore[list-item]
     assert (blind.has_tokens, seeing.has_tokens) == (True, False)
     assert seeing.response == "red"
 
 
 # --- in chat formats --------------------------------------------------------------------------------------------------
 
-ASKED = {"role": "user", "content": "question"}
-SAID = {"role": "assistant", "content": "answer"}
-RESULT = {"role": "tool", "content": "result"}
+ASKED: Message = {"role": "user", "content": "question"}
+SAID: Message = {"role": "assistant", "content": "answer"}
+RESULT: Message = {"role": "tool", "content": "result"}
 
 
 def chat_of(tokenizer: ByteTokenizer) -> TemplateChatFormat:
@@ -209,11 +209,11 @@ def test_placeholders_are_images_whatever_texts_spell(opening: list[list[Any]], 
         return {"role": role, "content": list(made)}
 
     view = [shown("user", parts) for parts in opening]
-    prompt = chat.render_prompt(view)
+    prompt = chat.render_prompt(view)  # type: ignore[arg-type]
     require_both_or_neither(prompt.ids, prompt.images)
     answers = [shown("tool", parts) for parts in following]
     after = [*prompt.ids, ord("a"), IM_END]
-    rest = chat.render_continuation(answers, after=after, conversation=[*view, SAID, *answers])
+    rest = chat.render_continuation(answers, after=after, conversation=[*view, SAID, *answers])  # type: ignore[arg-type, list-item]
     assert rest is not None
     require_both_or_neither(rest.ids, rest.images)
     wanted = [part for parts in [*opening, *following] for part in parts if isinstance(part, int)]
@@ -227,14 +227,14 @@ class DropsImages(ByteTokenizer):
         super().__init__(sees=True)
         self._roles = roles
 
-    def apply_chat_template(self, messages, **how):  # type: ignore[no-untyped-def]
+    def apply_chat_template(self, messages, **how):
         from agentfly.core.messages import text_of
 
         kept = [
             {**message, "content": text_of(message["content"])} if message["role"] in self._roles else message
             for message in messages
         ]
-        return super().apply_chat_template(kept, **how)
+        return super().apply_chat_template(kept, **how)  # type: ignore[arg-type]
 
 
 def test_a_template_that_drops_images_is_refused_before_it_is_used() -> None:
@@ -242,11 +242,11 @@ def test_a_template_that_drops_images_is_refused_before_it_is_used() -> None:
     with pytest.raises(
         ChatFormatError, match=r"writes 0 placeholders '<\|image\|>' for 1 images in messages of the roles"
     ):
-        chat.render_prompt([with_images(image(2))])
+        chat.render_prompt([with_images(image(2))])  # type: ignore[list-item]
     after = [*chat.render_prompt([ASKED]).ids, IM_END]
     answer = with_images(image(2), role="tool")
     with pytest.raises(ChatFormatError, match="would not see what it is shown"):
-        chat.render_continuation([answer], after=after, conversation=[ASKED, SAID, answer])
+        chat.render_continuation([answer], after=after, conversation=[ASKED, SAID, answer])  # type: ignore[list-item]
 
 
 def test_images_of_results_follow_in_a_message_of_the_user_where_the_template_drops_them() -> None:
@@ -254,7 +254,7 @@ def test_images_of_results_follow_in_a_message_of_the_user_where_the_template_dr
     chat = chat_of(tokenizer)
     after = [*chat.render_prompt([ASKED]).ids, IM_END]
     answers = [with_images(image(2), text="one", role="tool"), with_images(image(1), text="two", role="tool")]
-    rest = chat.render_continuation(answers, after=after, conversation=[ASKED, SAID, *answers])
+    rest = chat.render_continuation(answers, after=after, conversation=[ASKED, SAID, *answers])  # type: ignore[arg-type, list-item]
     assert rest is not None
     assert tokenizer.decode(rest.ids) == (
         "\n<|im_start|>tool\none<|im_end|>\n<|im_start|>tool\ntwo<|im_end|>\n"
@@ -282,7 +282,7 @@ def test_a_cut_never_parts_an_image(layout: list[int], length: int) -> None:
 
 
 def test_the_same_ids_with_another_image_are_another_conversation() -> None:
-    tape = TokenRecorder(sequences := [], max_tokens=100, stop_ids=[IM_END])
+    tape = TokenRecorder(sequences := [], max_tokens=100, stop_ids=[IM_END])  # type: ignore[var-annotated]
     tape.continue_or_begin(RenderedTokens([1, PIXEL], (PlacedImage(image(1), 1, 2),)))
     tape.prompt_ids()
     tape.append_sampled(Generation([IM_END], [0.0], "stop", 0))

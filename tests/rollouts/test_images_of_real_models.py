@@ -112,7 +112,7 @@ def conversation(tokenizer: HFTokenizer) -> tuple[RenderedTokens, RenderedTokens
     ]
     turn = agent.assistant_message("", [call])
     after = [*prompt.ids, *tokenizer.encode_text("Look."), chat.stop_ids[0]]
-    rest = chat.render_continuation(answers, after=after, conversation=[*view, turn, *answers])
+    rest = chat.render_continuation(answers, after=after, conversation=[*view, turn, *answers])  # type: ignore[arg-type, list-item]
     assert rest is not None
     return prompt, rest
 

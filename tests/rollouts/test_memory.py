@@ -60,11 +60,11 @@ def turns(count):
     def script(prompt, turn):
         if "Call no tool now." in prompt.rpartition("<|im_start|>user")[2]:
             return f"summary {turn}"
-        seen = script.seen
-        script.seen += 1
+        seen = script.seen  # type: ignore[attr-defined]
+        script.seen += 1  # type: ignore[attr-defined]
         return call(seen) if seen < count else "the answer"
 
-    script.seen = 0
+    script.seen = 0  # type: ignore[attr-defined]
     return script
 
 
@@ -348,7 +348,7 @@ def test_contradictions_are_refused_when_the_agent_is_built():
         replace(good, max_sequence_tokens=1000)
     for memory in (Window, object(), "full", lambda messages: messages):
         with pytest.raises(ConfigError, match="async def recall"):
-            replace(good, memory=memory)
+            replace(good, memory=memory)  # type: ignore[arg-type]
     for wrong in ({}, {"after_turns": 0}, {"after_turns": 2, "keep_turns": 2}, {"after_tokens": 1.5}):
         with pytest.raises(ConfigError, match="SummaryFolding"):
             SummaryFolding(**wrong)

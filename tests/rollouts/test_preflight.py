@@ -204,7 +204,7 @@ async def test_a_model_that_cannot_be_loaded_or_whose_prompt_does_not_fit_is_tol
 
 
 async def test_a_task_with_images_is_tried_and_told_where_the_model_sees_none(tmp_path):
-    tasks = [Task([{"role": "user", "content": [{"type": "image", "image": PIXEL}]}], {"answer": "42"})]
+    tasks = [Task([{"role": "user", "content": [{"type": "image", "image": PIXEL}]}], {"answer": "42"})]  # type: ignore[typeddict-item]
     settings = {"tasks": tasks, "oracle": asking("what")}
     failed, _ = await found(tmp_path, policy=ScriptedPolicy(["fine"], sees=True), **settings)
     assert not failed

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from agentfly.core.errors import ChatFormatError
+from agentfly.core.messages import Message
 from agentfly.formats.chat.prefix_stability import ProbeExchange, drift_from_whole
 from agentfly.formats.chat.template_format import TemplateChatFormat
 from agentfly.formats.chat.template_renderer import TemplateRenderer
@@ -72,7 +73,7 @@ def families(*names: str):
     return pytest.mark.parametrize("family", [pytest.param(name, marks=marks[name]) for name in names or FAMILIES])
 
 
-SYSTEM = {"role": "system", "content": "You are an agent."}
+SYSTEM: Message = {"role": "system", "content": "You are an agent."}
 
 
 def user(text):
@@ -106,13 +107,14 @@ def tool(name="shell", description="Run a command.", argument="command"):
 TOOLS = [tool(), tool("search", "Search the web.", "query")]
 
 WAYS = {
-    "words": (ProbeExchange(assistant("answer"), [user("the next question")]), []),
-    "results as words": (ProbeExchange(assistant("call"), [user("result 0"), user("result 1")]), []),
-    "results": (ProbeExchange(assistant("call"), [result(0, "result 0")]), []),
-    "calls": (ProbeExchange(assistant("", call(0)), [result(0, "result 0")]), TOOLS),
+    "words": (ProbeExchange(assistant("answer"), [user("the next question")]), []),  # type: ignore[arg-type]
+    "results as words": (ProbeExchange(assistant("call"), [user("result 0"), user("result 1")]), []),  # type: ignore[arg-type]
+    "results": (ProbeExchange(assistant("call"), [result(0, "result 0")]), []),  # type: ignore[arg-type]
+    "calls": (ProbeExchange(assistant("", call(0)), [result(0, "result 0")]), TOOLS),  # type: ignore[arg-type]
     "two calls": (
         ProbeExchange(
-            assistant("", call(0), call(1, "search")), [result(0, "result 0"), result(1, "result 1", "search")]
+            assistant("", call(0), call(1, "search")),
+            [result(0, "result 0"), result(1, "result 1", "search")],  # type: ignore[arg-type]
         ),
         TOOLS,
     ),
@@ -207,7 +209,7 @@ def test_descriptions_of_the_same_tools_are_made_once_and_those_of_others_anew(m
     made = []
     turns = TemplateRenderer(ByteTokenizer())
     describe = turns.control.escape_tools
-    monkeypatch.setattr(turns.control, "escape_tools", lambda tools: made.append(tools) or describe(tools))
+    monkeypatch.setattr(turns.control, "escape_tools", lambda tools: made.append(tools) or describe(tools))  # type: ignore[func-returns-value]
 
     def tools(**more):
         return [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}} | more}]

@@ -46,7 +46,7 @@ class Policy(ScriptedPolicy):
 
     def __init__(self, broken=()):
         super().__init__(["fine"])
-        self.asked = Counter()
+        self.asked = Counter()  # type: ignore[var-annotated]
         self.broken = broken
 
     async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):

@@ -59,7 +59,7 @@ def tokenizer_of(family: str) -> HFTokenizer:
 
 @cache
 def format_of(family: str, history: str = "keep") -> RenderersFormat:
-    return chat_format_of(agent(family, history=history), tokenizer_of(family))
+    return chat_format_of(agent(family, history=history), tokenizer_of(family))  # type: ignore[return-value]
 
 
 @pytest.fixture(autouse=True)

@@ -54,7 +54,7 @@ class Typist(ScriptedPolicy):
 
     def __init__(self, script: list[str], tokenizer: Tokenizer) -> None:
         super().__init__(script)
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer  # type: ignore[assignment]
         self._texts = iter(script)
 
     async def generate(self, prompt_ids, sampling, *, rollout_id, images=()) -> Generation:

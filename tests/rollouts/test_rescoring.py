@@ -132,6 +132,6 @@ async def test_trajectories_are_scored_at_the_same_time_with_what_they_share(sto
 
 async def test_what_is_no_reward_is_refused(stored):
     with pytest.raises(UsageError, match="The function len is not a reward"):
-        await rescore(stored, len)
+        await rescore(stored, len)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="a str, is not a reward"):
-        await run(Agent(model="scripted"), ["go"], reward="judged", policy=ScriptedPolicy(["hi"]))
+        await run(Agent(model="scripted"), ["go"], reward="judged", policy=ScriptedPolicy(["hi"]))  # type: ignore[arg-type]

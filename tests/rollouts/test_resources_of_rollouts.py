@@ -70,7 +70,7 @@ async def test_a_run_says_how_many_resources_may_start_at_once(tmp_path, monkeyp
     for most, settings in ((2, {"max_concurrent_starts": 2}), (6, {})):
         starting[:] = 0, 0
         agent = agent_using(FakeSpec(world=FakeBackend(behave), capacity=6))
-        result = await run(agent, ["Go."] * 6, policy=ScriptedPolicy(SCRIPT), **settings)
+        result = await run(agent, ["Go."] * 6, policy=ScriptedPolicy(SCRIPT), **settings)  # type: ignore[arg-type]
         assert [trajectory.finish_reason for trajectory in result.trajectories] == ["answered"] * 6
         assert starting == [0, most]
 

@@ -262,7 +262,7 @@ async def test_a_policy_that_would_end_the_process_fails_the_rollout_that_asked_
 
 async def test_a_tool_that_takes_no_notice_of_the_end_of_time_does_not_prolong_the_rollout():
     @tool
-    async def stubborn() -> str:
+    async def stubborn() -> str:  # type: ignore[return]
         """Sleep, whatever comes."""
         try:
             await asyncio.sleep(3600)

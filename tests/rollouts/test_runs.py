@@ -100,12 +100,12 @@ async def test_leaving_a_stream_cancels_what_still_runs():
     async with Runner(agent(), policy=Watching(["hi"], seconds=seconds)) as runner:
         stream = runner.stream([Task("a"), Task("b"), Task("c")], label="s")
         assert (await anext(stream)).rollout_id == "s-0.0"
-        await stream.aclose()
+        await stream.aclose()  # type: ignore[attr-defined]
     assert sorted(stopped) == ["s-1.0", "s-2.0"]
 
 
 async def test_a_rollout_that_is_cancelled_twice_is_still_told_to_have_finished():
-    events, told, rollouts = EventStream(), [], asyncio.Queue()
+    events, told, rollouts = EventStream(), [], asyncio.Queue()  # type: ignore[var-annotated]
 
     class Watching(ScriptedPolicy):
         async def generate(self, prompt_ids, sampling, *, rollout_id, images=()):

@@ -113,7 +113,7 @@ def test_two_evaluations_are_compared_task_by_task():
     assert [pair.task_id for pair in comparison.pairs] == ["a", "b", "c"]
     reward = comparison.reward
     assert (reward.wins, reward.ties, reward.losses) == (1, 1, 1)
-    assert (reward.first, reward.second) == (0.5, pytest.approx(1 / 3))
+    assert (reward.first, reward.second) == (0.5, pytest.approx(1 / 3))  # type: ignore[comparison-overlap]
     assert reward.difference.mean == pytest.approx((0.5 - 1.0 + 0.0) / 3)
     assert comparison.success.difference.mean == pytest.approx((0.5 - 1.0 + 0.0) / 3)
     assert (comparison.only_first, comparison.only_second, comparison.unscored) == (1, 1, 0)

@@ -213,7 +213,7 @@ def longest(responses: list[str], unit: int) -> list[float]:
 
 
 async def test_attempts_are_scored_together_whatever_the_order_of_their_ends(engine):
-    told, events = [], EventStream()
+    told, events = [], EventStream()  # type: ignore[var-annotated]
     short, middle, long = attempts("a", "bb", "cccc")
     with events.subscribed(told.append):
         await score_group([long, short, middle], longest, engine, events)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,7 @@ def scripted(texts: list[str]) -> ScriptedPolicy:
 @pytest.mark.parametrize("strategy", ["chain", "step"])
 @pytest.mark.parametrize("remembers", [False, True])
 async def test_what_an_anchor_names_can_be_read_in_the_trajectory(strategy: str, remembers: bool) -> None:
-    memory = {"memory": SummaryFolding(after_turns=1)} if remembers else {}
+    memory: dict[str, Any] = {"memory": SummaryFolding(after_turns=1)} if remembers else {}
     agent = Agent(model="m", tools=[look, helper], max_turns=6, **memory)
     texts = [*ACTS[:2], "I saw things.", ACTS[2], ACTS[0], "I was helped.", ACTS[3]] if remembers else ACTS
     result = await run(agent, ["go"], policy=scripted(texts), strategy=strategy)

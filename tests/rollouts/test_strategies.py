@@ -82,9 +82,9 @@ async def test_rows_know_the_turns_that_they_hold_and_where_their_tokens_are(str
 
 async def test_a_long_rollout_counts_once_in_the_baseline_of_its_group_however_many_rows_it_has():
     def script(prompt, turn):
-        return call("north") if turn < script.lengths[prompt.count("long")] else "done"
+        return call("north") if turn < script.lengths[prompt.count("long")] else "done"  # type: ignore[attr-defined]
 
-    script.lengths = [0, 4]
+    script.lengths = [0, 4]  # type: ignore[attr-defined]
     trajectories = await play(script, "step", prompts=["short", "long"])
     for trajectory, reward in zip(trajectories, (0.0, 1.0), strict=True):
         trajectory.group_id, trajectory.reward = "group", reward
@@ -237,7 +237,7 @@ async def test_calls_that_the_chat_format_reads_get_ids_and_stand_as_such_in_the
 
     chat, tape = Reading(), TokenRecorder([], max_tokens=100, stop_ids=[257])
     policy = ScriptedPolicy(["I go <north> <south>"])
-    speaker = TokenTurnGenerator(agent(), policy, chat, ChainStrategy(chat, tape), tape, SamplingParams(), "rollout")
+    speaker = TokenTurnGenerator(agent(), policy, chat, ChainStrategy(chat, tape), tape, SamplingParams(), "rollout")  # type: ignore[arg-type]
     said = await speaker.generate_turn([{"role": "user", "content": "go"}])
     assert (said.content, said.reasoning) == ("I go", "thoughts")
     assert [one.arguments["direction"] for one in said.calls] == ["north", "south"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 
@@ -92,7 +92,7 @@ async def test_a_reward_that_asks_for_a_field_that_a_task_lacks_is_refused_befor
     ]
 
 
-HELPER = Agent(model="scripted", tools=[Notebook]).as_tool("Helps.", name="helper")
+HELPER = Agent(model="scripted", tools=[Notebook]).as_tool("Helps.", name="helper")  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("given", [Notebook, look, HELPER], ids=["class", "function", "subagent"])
@@ -106,13 +106,13 @@ async def test_a_tool_that_asks_for_a_field_that_a_task_lacks_is_refused_before_
 
 @pytest.mark.parametrize("held_out", [False, True])
 def test_training_is_refused_also_for_held_out_tasks(held_out, tmp_path):
-    tasks = {"tasks": TASKS[:1], "eval_tasks": TASKS} if held_out else {"tasks": TASKS}
+    tasks: dict[str, Any] = {"tasks": TASKS[:1], "eval_tasks": TASKS} if held_out else {"tasks": TASKS}
     with pytest.raises(RewardDefinitionError, match="takes the field 'answr'"):
         Trainer(PLAIN, reward=mistaken, run_dir=tmp_path / "run", **tasks)
     assert not (tmp_path / "run").exists()
 
 
 async def test_what_every_task_has_is_not_missed():
-    agent = Agent(model="scripted", tools=[Notebook, look])
+    agent = Agent(model="scripted", tools=[Notebook, look])  # type: ignore[list-item]
     result = await run(agent, TASKS[:1], reward=weighted({content: 1.0, mistaken: 1.0}), policy=SCRIPTED)
     assert result.rewards == [2.0]

@@ -67,7 +67,7 @@ def add(a: int, b: int) -> int:
 
 
 def chat_format(tokenizer, answer=tool, history="keep"):
-    return TemplateChatFormat(tokenizer, [ProbeExchange(assistant("said"), [answer("answered")])], history=history)
+    return TemplateChatFormat(tokenizer, [ProbeExchange(assistant("said"), [answer("answered")])], history=history)  # type: ignore[arg-type]
 
 
 def following(chat, messages, *, ended=True):
@@ -160,7 +160,7 @@ WHAT = {
 }
 
 CALL = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {}}}
-CALLING = ProbeExchange({**assistant("words"), "tool_calls": [CALL]}, [{**tool("4"), "tool_call_id": "call_0"}])
+CALLING = ProbeExchange({**assistant("words"), "tool_calls": [CALL]}, [{**tool("4"), "tool_call_id": "call_0"}])  # type: ignore[arg-type, typeddict-item]
 
 
 def leaving_out(what, back):
@@ -222,7 +222,7 @@ def test_where_a_template_has_no_tool_messages_results_are_words_of_the_user(tem
 
 def test_a_template_that_leaves_out_what_answers_its_calls_is_refused():
     call = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {}}}
-    exchange = ProbeExchange({**assistant("called"), "tool_calls": [call]}, [{**tool("4"), "tool_call_id": "call_0"}])
+    exchange = ProbeExchange({**assistant("called"), "tool_calls": [call]}, [{**tool("4"), "tool_call_id": "call_0"}])  # type: ignore[arg-type, typeddict-item]
     for history in ("keep", "rewrite"):
         with pytest.raises(ChatFormatError, match="leaves out messages"):
             TemplateChatFormat(TemplateTokenizer(SKIPS_TOOLS), [exchange], tools=[PROBE_TOOL], history=history)

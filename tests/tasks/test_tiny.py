@@ -104,7 +104,7 @@ def roll_out(dialogue: list[Message], tokenizer: HFTokenizer) -> tuple[list[int]
             if ids
             else chat.render_prompt(unanswered)
         ).ids
-        said = [*ControlTokens(tokenizer).encode(message["content"]), *tokenizer.eos_ids]
+        said = [*ControlTokens(tokenizer).encode(message["content"]), *tokenizer.eos_ids]  # type: ignore[arg-type]
         ids += [*rendered, *said]
         sampled += [False] * len(rendered) + [True] * len(said)
         unanswered = []

@@ -32,7 +32,7 @@ def small_model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
         max_position_embeddings=64,
         tie_word_embeddings=True,
     )
-    model = LlamaForCausalLM(config).to(dtype).eval()
+    model = LlamaForCausalLM(config).to(dtype).eval()  # type: ignore[arg-type]
     with torch.no_grad():  # sharper than at initialisation, so that the tokens differ in probability
         for weight in model.parameters():
             weight.mul_(4)
@@ -42,7 +42,7 @@ def small_model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
 def own_logprobs(model: torch.nn.Module, ids: Sequence[int], mask: Sequence[int], temperature: float) -> list[float]:
     targets = [position for position, sampled in enumerate(mask) if sampled]
     with torch.no_grad():
-        scores = score_tokens(model, [ids], [targets], temperature=temperature).logprobs.tolist()
+        scores = score_tokens(model, [ids], [targets], temperature=temperature).logprobs.tolist()  # type: ignore[arg-type]
     values = iter(scores)
     return [next(values) if sampled else math.nan for sampled in mask]
 
@@ -76,7 +76,7 @@ def learner_of(
     model: torch.nn.Module, temperature: float = 1.0, *, needs_critic: bool = False, **settings: Any
 ) -> Learner:
     config = TrainConfig(**{"learning_rate": 1e-3, "algorithm": "gae" if needs_critic else "grpo", **settings})
-    return Learner(model, config, temperature=temperature, needs_critic=needs_critic)
+    return Learner(model, config, temperature=temperature, needs_critic=needs_critic)  # type: ignore[arg-type]
 
 
 def learn(

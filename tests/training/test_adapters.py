@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def test_a_model_that_has_adapters_of_another_run_is_refused(settings: dict[str,
     model = small_model()
     learner_of(model, lora=LORA)
     with pytest.raises(ConfigError, match="adapters of an earlier run"):
-        learner_of(model, **settings)
+        learner_of(model, **settings)  # type: ignore[arg-type]
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ def test_adapters_whose_model_has_gone_say_where_it_was(tmp_path: Path) -> None:
 
 
 def test_a_run_of_adapters_goes_on_from_its_checkpoint_to_the_bit(tmp_path: Path) -> None:
-    settings = {"lora": LORA | {"dropout": 0.1}, "kl": {"coefficient": 0.05}, "mini_batches": 2}
+    settings: dict[str, Any] = {"lora": LORA | {"dropout": 0.1}, "kl": {"coefficient": 0.05}, "mini_batches": 2}
     policy, other = load_policy("tiny", dtype="float32"), load_policy("tiny", dtype="float32")
     rows = rows_of(policy.model)
     learner = learner_of(policy.model, **settings)

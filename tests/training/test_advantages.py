@@ -193,7 +193,7 @@ def test_every_sampled_token_of_a_trajectory_has_its_advantage_whichever_row_hol
 
 
 def judge(name: str, evidence: AdvantageInputs, **config: float) -> Advantages:
-    return ALGORITHMS[name].estimate(evidence, AdvantageConfig(**config))
+    return ALGORITHMS[name].estimate(evidence, AdvantageConfig(**config))  # type: ignore[arg-type]
 
 
 def turn_row(rollout: str, reward: float, turn: int, mask: Sequence[int], group: str = "g") -> Row:

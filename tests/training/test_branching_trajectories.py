@@ -36,7 +36,7 @@ def row_a_turn(parent_turns: Follows, sizes: Sequence[int], reward: float = 1.0)
 
 
 def judge(name: str, evidence: AdvantageInputs, **config: float) -> Advantages:
-    return ALGORITHMS[name].estimate(evidence, AdvantageConfig(**config))
+    return ALGORITHMS[name].estimate(evidence, AdvantageConfig(**config))  # type: ignore[arg-type]
 
 
 def returns(evidence: AdvantageInputs, **config: float) -> list[list[float]]:
@@ -91,10 +91,7 @@ def test_gigpo_goes_back_from_each_branch_to_its_own_parent() -> None:
 
 def test_gigpo_passes_through_what_parallel_subagents_did() -> None:
     own = row([RowTurn(0, 1, 2, None, "begin", parent_turns=()), RowTurn(3, 3, 4, None, "later", parent_turns=(1, 2))])
-    helpers = [
-        Row(**{**vars(row([RowTurn(number, 1, 2, parent_turns=(0,))])), "agent": "helper"})  # type: ignore[arg-type]
-        for number in (1, 2)
-    ]
+    helpers = [Row(**{**vars(row([RowTurn(number, 1, 2, parent_turns=(0,))])), "agent": "helper"}) for number in (1, 2)]
     other = row([RowTurn(0, 1, 2, None, "begin", parent_turns=())], rollout="b", reward=0.0)
     found = judge("gigpo", AdvantageInputs([own, *helpers, other]), step_discount=0.5, divide_by_std=False)
     assert found.values[0].tolist() == [0.5 + 0.25, 0.5]
@@ -102,7 +99,7 @@ def test_gigpo_passes_through_what_parallel_subagents_did() -> None:
 
 def test_branches_behind_a_row_that_was_cut_away_follow_what_stood_before_it() -> None:
     rows = row_a_turn([(), (0,), (1,), (1,)], [1, 9, 1, 1])
-    hollow = Row(**{**vars(rows[1]), "ids": [7] * 40, "loss_mask": [0] * 30 + [1] * 9 + [0],  # type: ignore[arg-type]
+    hollow = Row(**{**vars(rows[1]), "ids": [7] * 40, "loss_mask": [0] * 30 + [1] * 9 + [0],
                     "logprobs": [math.nan] * 30 + [-0.5] * 9 + [math.nan], "versions": [0] * 40,
                     "turns": (RowTurn(1, 30, 39, parent_turns=(0,)),)})  # fmt: skip
     kept = cut_rows(RowBatch((rows[0], hollow, *rows[2:]), {}), 20).rows

@@ -273,4 +273,4 @@ def test_any_bytes_in_place_of_a_trainers_file_are_refused(tmp_path_factory, con
         "learner.pt": read_learner_state,
     }
     with pytest.raises(ConfigError, match=rf"{name} (is damaged|was written by another version)"):
-        readers[name](folder.parent)
+        readers[name](folder.parent)  # type: ignore[operator]

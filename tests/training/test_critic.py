@@ -24,7 +24,7 @@ from tests.training.small_learning import constant, learner_of, rows_of, small_m
 
 
 def critic_of(model: torch.nn.Module, **settings: Any) -> Critic:
-    return Critic(model, TrainConfig(algorithm="gae", critic={"learning_rate": 3e-3, "clip_value": None, **settings}))
+    return Critic(model, TrainConfig(algorithm="gae", critic={"learning_rate": 3e-3, "clip_value": None, **settings}))  # type: ignore[arg-type]
 
 
 def step(learner: Learner, rows: list[Row]) -> dict[str, float]:
@@ -88,7 +88,11 @@ def test_in_the_warm_up_the_critic_alone_learns() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_learner_with_a_critic_goes_on_from_its_state_to_the_bit(dtype: torch.dtype) -> None:
-    settings = {"algorithm": "gae", "critic": {"learning_rate": 1e-3, "updates_per_step": 2}, "mini_batches": 2}
+    settings: dict[str, Any] = {
+        "algorithm": "gae",
+        "critic": {"learning_rate": 1e-3, "updates_per_step": 2},
+        "mini_batches": 2,
+    }
     model = small_model(dtype)
     rows = rows_of(model)
     learner = learner_of(model, needs_critic=True, **settings)
@@ -135,7 +139,7 @@ async def test_ppo_learns_a_trivial_task_and_its_critic_what_to_expect(tmp_path:
         temperature=2.0,  # at 1 the model says nearly the same every time
         learning_rate=2e-3,
         dtype="float32",
-        critic={"learning_rate": 2e-3, "updates_per_step": 2, "warmup_steps": 2},
+        critic={"learning_rate": 2e-3, "updates_per_step": 2, "warmup_steps": 2},  # type: ignore[arg-type]
     )
     agent = Agent(model="tiny", max_turns=1, max_tokens_per_turn=6)
     tasks = [f"Say something about {number}." for number in range(10)]

@@ -233,7 +233,7 @@ def test_the_same_batch_is_judged_otherwise(setting: str) -> None:
     ]
     evidence = AdvantageInputs(rows, values=[np.array([0.1, 0.2, 0.4]) for _ in rows])
     ways = [ALGORITHMS[algorithm].estimate(evidence, config).values for config in (AdvantageConfig(), changed)]
-    assert not np.allclose(*ways)
+    assert not np.allclose(*ways)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("setting", RATED)
@@ -267,7 +267,7 @@ def test_other_rows_are_left_or_other_rewards(setting: str) -> None:
 
 @pytest.mark.parametrize("setting", LOADED)
 def test_the_policy_is_loaded_with_it(setting: str) -> None:
-    assert TrainConfig(**{setting: LOADED[setting]}).policy_settings[setting] == LOADED[setting]
+    assert TrainConfig(**{setting: LOADED[setting]}).policy_settings[setting] == LOADED[setting]  # type: ignore[arg-type]
 
 
 def test_rollouts_are_sampled_at_its_temperature() -> None:

@@ -36,7 +36,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     for name, settings in (("whole", {}), ("lora", {"lora": {"rank": 4}})):
         sft(
             AGENT, told, run_dir=home / name, progress=False, learning_rate=1e-2, eval_fraction=0.0, epochs=2,
-            dtype="float32", threads=1, **settings,
+            dtype="float32", threads=1, **settings,  # type: ignore[arg-type]
         )  # fmt: skip
     return {name: home / name for name in ("whole", "lora")}
 
@@ -95,7 +95,7 @@ def test_the_weights_are_written_in_the_format_that_is_asked_for(runs, tmp_path)
 
 
 def test_what_says_something_else_does_not_appear(runs, tmp_path, monkeypatch):
-    write_model = export_module.write_model
+    write_model = export_module.write_model  # type: ignore[attr-defined]
 
     def spoiled(path, model, tokenizer):
         with torch.no_grad():

@@ -153,7 +153,7 @@ def comparable(run: RunDirectory) -> list[tuple[int, dict[str, float]]]:
     return [
         (row.step, {name: value for name, value in row.values.items() if not name.startswith(timed)})
         for kind in ("train", "eval")
-        for row in run.metrics(kind)  # type: ignore[arg-type]
+        for row in run.metrics(kind)
     ]
 
 
@@ -214,7 +214,7 @@ def test_a_run_killed_at_random_points_ends_as_one_that_never_was_to_the_last_bi
     assert all(row.values["policy/updates"] for row in whole.metrics())
     assert comparable(run) == comparable(whole)
     assert set(told(run).values()) == {1}
-    weights = [Checkpoints(one.checkpoints, keep=2).latest_valid() / "model.safetensors" for one in (run, whole)]  # type: ignore[operator]
+    weights = [Checkpoints(one.checkpoints, keep=2).latest_valid() / "model.safetensors" for one in (run, whole)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert not any(run.journal.glob("*"))
 

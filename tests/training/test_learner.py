@@ -29,8 +29,8 @@ def test_no_split_into_micro_batches_changes_the_update(settings: dict[str, floa
     whole, split = small_model(), small_model()
     start, rows = weights(whole), rows_of(whole)
     advantages = constant(rows, [1.0, -1.0, 0.0, 0.5])
-    expected = learn(learner_of(whole, **settings), rows, advantages)
-    metrics = learn(learner_of(split, micro_batch_tokens=tokens, **settings), rows, advantages)
+    expected = learn(learner_of(whole, **settings), rows, advantages)  # type: ignore[arg-type]
+    metrics = learn(learner_of(split, micro_batch_tokens=tokens, **settings), rows, advantages)  # type: ignore[arg-type]
     assert (weights(split) - weights(whole)).norm() < 0.01 * (weights(whole) - start).norm()
     assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-5)
 

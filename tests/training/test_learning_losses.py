@@ -106,7 +106,7 @@ def test_the_first_update_under_correction_clips_nothing_in_any_format(loss: str
     model = small_model(dtype)
     rows = sampled_elsewhere(rows_of(model), *UNEVEN)
     narrow = {"clip_low": 0.0003, "clip_high": 0.0004} if LOSSES[loss].uses else {}
-    settings = {"loss": loss, "micro_batch_tokens": 10, **narrow}
+    settings: dict[str, Any] = {"loss": loss, "micro_batch_tokens": 10, **narrow}
     plain = learn(learner_of(copy.deepcopy(model), **settings), rows, constant(rows, [1.0, 1.0, -1.0, -1.0]))
     found = learn(learner_of(model, correction={}, **settings), rows, constant(rows, [1.0, 0.0, -1.0, 0.0]))
     assert (found["policy/ratio_max"], found["policy/clip_fraction"]) == (1.0, 0.0)
@@ -120,7 +120,7 @@ def test_clipping_by_rounding_is_told_in_formats_in_which_it_comes_back_with_eac
     for dtype in (torch.float32, torch.bfloat16):
         model = small_model(dtype)
         rows = sampled_elsewhere(rows_of(model), 0.01)
-        settings = {"loss": "gspo", "clip_low": 0.0003, "clip_high": 0.0004, "correction": {}}
+        settings: dict[str, Any] = {"loss": "gspo", "clip_low": 0.0003, "clip_high": 0.0004, "correction": {}}
         found[dtype] = learn(learner_of(model, **settings), rows, constant(rows, [1.0, 1.0, -1.0, -1.0]))
     assert found[torch.float32]["policy/clip_fraction_first"] == 0.0
     assert found[torch.bfloat16]["policy/clip_fraction_first"] > 0.1

@@ -17,7 +17,7 @@ from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.trainer import Trainer, TrainResult
 
 # One generation at a time: in a batch, whose make-up depends on when each joins, the last bits of logits vary.
-EXACT = {"dtype": "float32", "max_concurrent_generations": 1, "threads": 1}
+EXACT: dict[str, Any] = {"dtype": "float32", "max_concurrent_generations": 1, "threads": 1}
 SETTINGS: dict[str, dict[str, Any]] = {
     "all weights": {"algorithm": "grpo", "mini_batches": 2, "weight_decay": 0.1, "correction": {}, "warmup_steps": 2},
     "adapters": {

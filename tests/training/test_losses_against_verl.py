@@ -23,7 +23,7 @@ from agentfly.training.losses.rollout_correction import correct_rollouts, mismat
 
 pytestmark = pytest.mark.slow  # the import of verl is
 
-CLOSE = {"rtol": 1e-5, "atol": 1e-7}
+CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7}
 SLOT_WIDTH = 6
 verl_name: dict[AggregationName, str] = {
     "token_mean": "token-mean",
@@ -112,7 +112,7 @@ def test_policy_losses(
     old, advantages, weights = grid.logprobs(), grid.normal(), grid.normal().exp()
 
     def mine(logprobs: Tensor) -> Tensor:
-        batch = TokenBatch(*flat(logprobs, old, advantages, grid.bool_mask), grid.row, weights.reshape(-1))
+        batch = TokenBatch(*flat(logprobs, old, advantages, grid.bool_mask), grid.row, weights.reshape(-1))  # type: ignore[call-arg]
         result = LOSSES[name](batch, ClipRange(*clip, dual))
         return grid.aggregation(aggregation)(result.loss * batch.weights, batch.mask, batch.row)
 
@@ -136,7 +136,7 @@ def test_the_policy_gradient_is_that_of_weighted_reinforce(
     )
 
     def mine(logprobs: Tensor) -> Tensor:
-        batch = TokenBatch(*flat(logprobs, old, advantages, grid.bool_mask), grid.row, torch.ones_like(grid.row))
+        batch = TokenBatch(*flat(logprobs, old, advantages, grid.bool_mask), grid.row, torch.ones_like(grid.row))  # type: ignore[call-arg]
         loss = LOSSES["policy_gradient"](batch, ClipRange(0.2, 0.2)).loss
         return grid.aggregation("token_mean")(loss, batch.mask, batch.row)
 
@@ -152,7 +152,7 @@ def test_the_policy_gradient_is_that_of_weighted_reinforce(
 @given(grid=grids, name=aggregations)
 def test_aggregation(verl_algorithms: ModuleType, grid: Grid, name: AggregationName) -> None:
     def mine(values: Tensor) -> Tensor:
-        return grid.aggregation(name)(*flat(values, grid.bool_mask), grid.row)
+        return grid.aggregation(name)(*flat(values, grid.bool_mask), grid.row)  # type: ignore[call-arg]
 
     assert_same(mine, lambda values: verl_algorithms.agg_loss(values, grid.mask, verl_name[name]), grid.normal())
 
@@ -205,7 +205,7 @@ def test_value_loss(verl_algorithms: ModuleType, grid: Grid, aggregation: Aggreg
 
     def mine(values: Tensor) -> Tensor:
         loss = value_loss(values, old, returns, grid.bool_mask, clip).loss
-        return grid.aggregation(aggregation)(*flat(loss, grid.bool_mask), grid.row)
+        return grid.aggregation(aggregation)(*flat(loss, grid.bool_mask), grid.row)  # type: ignore[call-arg]
 
     def verl(values: Tensor) -> Tensor:
         return verl_algorithms.compute_value_loss(values, returns, old, grid.mask, clip, verl_name[aggregation])[0]
@@ -220,7 +220,7 @@ def test_mismatch_metrics(verl_correction: ModuleType, grid: Grid, spread: float
     behaviour = grid.logprobs()
     old = behaviour + grid.normal(spread)
     theirs = verl_correction.compute_offpolicy_metrics(old, behaviour, grid.mask)
-    mine = mismatch_metrics(*flat(old, behaviour, grid.bool_mask), grid.row)
+    mine = mismatch_metrics(*flat(old, behaviour, grid.bool_mask), grid.row)  # type: ignore[call-arg]
     shared = [name for name in theirs if f"mismatch/{name}" in mine]
     assert len(shared) >= 9
     for name in shared:
@@ -228,7 +228,7 @@ def test_mismatch_metrics(verl_correction: ModuleType, grid: Grid, spread: float
 
 
 def corrected(grid: Grid, old: Tensor, behaviour: Tensor, **config: Any) -> tuple[Tensor, Tensor, dict[str, float]]:
-    result = correct_rollouts(*flat(old, behaviour, grid.bool_mask), grid.row, CorrectionConfig(**config))
+    result = correct_rollouts(*flat(old, behaviour, grid.bool_mask), grid.row, CorrectionConfig(**config))  # type: ignore[arg-type, call-arg]
     shape = grid.mask.shape
     return result.weights.reshape(shape), result.mask.reshape(shape), result.metrics
 
@@ -298,7 +298,7 @@ def test_entropy_of_the_aggregated_tokens(verl_algorithms: ModuleType) -> None:
     logits = torch.randn(3, SLOT_WIDTH, 11, dtype=torch.float64)
     entropy = torch.distributions.Categorical(logits=logits).entropy()
     for name, theirs in verl_name.items():
-        mine = grid.aggregation(name)(*flat(entropy, grid.bool_mask), grid.row)
+        mine = grid.aggregation(name)(*flat(entropy, grid.bool_mask), grid.row)  # type: ignore[call-arg]
         expected = verl_algorithms.compute_entropy_loss(logits, grid.mask, theirs)
         assert mine.item() == pytest.approx(expected.item(), rel=1e-5)
         assert math.isfinite(mine.item())

@@ -111,7 +111,7 @@ async def test_a_step_that_infrastructure_spoils_stops_the_run() -> None:
 
 
 async def test_rollouts_run_ahead_of_the_weights_by_no_more_than_the_bound(tmp_path: Path) -> None:
-    events, begun, steps = EventStream(), {}, []
+    events, begun, steps = EventStream(), {}, []  # type: ignore[var-annotated]
 
     def watch(event: Event) -> None:
         if isinstance(event, RolloutStarted):

@@ -89,7 +89,7 @@ def test_settings_that_shape_the_learning_cannot_change_and_are_named(tmp_path: 
 )
 def test_another_model_or_reward_or_other_tasks_are_refused(field: str, value: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        require_same_run(place(), replace(place(), **{field: value}))
+        require_same_run(place(), replace(place(), **{field: value}))  # type: ignore[arg-type]
 
 
 def test_a_run_can_be_made_longer_and_looked_at_more_often() -> None:

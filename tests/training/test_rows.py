@@ -98,10 +98,10 @@ def test_arrays_of_different_lengths_are_no_row() -> None:
 
 def test_the_metrics_of_a_batch_tell_what_could_not_teach() -> None:
     groups = {"varied": [1.0, 0.0], "equal": [0.1 + 0.2, 0.3, 0.3], "single": [0.5, None], "empty": [None]}
-    trajectories = [
+    trajectories = [  # type: ignore[var-annotated]
         trajectory(number, group_id=group, reward=reward)
         for group, rewards in groups.items()
-        for number, reward in enumerate(rewards)
+        for number, reward in enumerate(rewards)  # type: ignore[arg-type]
     ]
     trajectories[0].turns = [Turn(0, 0, 2, 4, "", True, anchor="here"), Turn(1, 0, 5, 6, "", True, anchor="there")]
     trajectories[1].turns = [Turn(0, 0, 2, 4, "", True, anchor="here"), Turn(1, 0, 5, 6, "", True)]

@@ -72,7 +72,14 @@ async def test_what_is_sampled_after_an_update_is_sampled_by_the_weights_that_we
     events = EventStream()
     first = servers.version
     config = TrainConfig(
-        steps=3, tasks_per_step=2, attempts=3, learning_rate=1e-2, dtype="float32", threads=1, device="cpu", **settings
+        steps=3,
+        tasks_per_step=2,
+        attempts=3,
+        learning_rate=1e-2,
+        dtype="float32",
+        threads=1,
+        device="cpu",
+        **settings,  # type: ignore[arg-type]
     )
     trainer = Trainer(
         af.Agent(model="tiny", max_turns=1, max_tokens_per_turn=8),
@@ -86,7 +93,7 @@ async def test_what_is_sampled_after_an_update_is_sampled_by_the_weights_that_we
     with events.subscribed(note):
         result = await trainer.run()
 
-    assert (servers._fleet.weights.adapter is not None) == ("lora" in settings)  # type: ignore[union-attr]
+    assert (servers._fleet.weights.adapter is not None) == ("lora" in settings)
     assert servers.in_use  # it was given in use, and is given back so
     assert [event.version for event in handed] == [first, first + 1, first + 2, first + 3]
     assert max(event.logprob_gap for event in handed) < 0.002

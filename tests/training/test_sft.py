@@ -27,7 +27,14 @@ from agentfly.training.sft.sft import sft
 from agentfly.training.sft.trainer import SFTLearner, SFTResult
 
 AGENT = af.Agent(model="tiny", max_turns=1)
-SMALL = {"learning_rate": 3e-3, "rows_per_update": 4, "epochs": 3, "dtype": "float32", "threads": 1, "min_reward": 0.0}
+SMALL: dict[str, Any] = {
+    "learning_rate": 3e-3,
+    "rows_per_update": 4,
+    "epochs": 3,
+    "dtype": "float32",
+    "threads": 1,
+    "min_reward": 0.0,
+}
 
 
 @af.reward
@@ -72,7 +79,7 @@ def test_the_loss_is_that_of_transformers_with_everything_but_the_own_tokens_ign
 @pytest.mark.parametrize("changes", [{"micro_batch_tokens": 1}, {"gradient_checkpointing": True}])
 def test_no_setting_that_bounds_memory_changes_the_update(changes):
     learned = []
-    for settings in ({}, changes):
+    for settings in ({}, changes):  # type: ignore[var-annotated]
         model = load_policy("tiny", dtype="float32").model
         learner = SFTLearner(model, SFTConfig(learning_rate=1e-3, warmup_ratio=0.0, **settings), updates=3)
         metrics = learner.learn(ROWS)

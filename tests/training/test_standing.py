@@ -60,9 +60,9 @@ def test_a_run_has_seen_enough_at_its_target_or_when_its_patience_ends(
 
 def test_what_looks_at_evaluations_needs_some(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Set eval_every_steps"):
-        TrainConfig(early_stop={"patience": 1})
+        TrainConfig(early_stop={"patience": 1})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="neither a target nor patience"):
-        TrainConfig(early_stop={}, eval_every_steps=1)
+        TrainConfig(early_stop={}, eval_every_steps=1)  # type: ignore[arg-type]
     asking = {"early_stop": {"patience": 1}, "eval_every_steps": 1}, {"keep_best": True}, {"eval_every_steps": 1}
     for settings in asking:
         with pytest.raises(ConfigError, match="Give eval_tasks"):

@@ -36,7 +36,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 def test_a_killed_run_that_goes_on_at_its_checkpoint_trains_each_task_once() -> None:
     steps = [TaskOrder(tasks(10), 3).take(cursor, 2) for cursor in (0, 2)]  # then killed; the checkpoint says cursor 4
     steps += [TaskOrder(tasks(10), 3).take(cursor, 2) for cursor in (4, 6, 8)]
-    assert sorted(task.prompt for step in steps for task in step) == sorted(task.prompt for task in tasks(10))
+    assert sorted(task.prompt for step in steps for task in step) == sorted(task.prompt for task in tasks(10))  # type: ignore[type-var]
 
 
 def test_a_fingerprint_tells_tasks_apart_that_have_changed_under_their_ids() -> None:

@@ -131,7 +131,7 @@ async def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_for_long_the_end
     monkeypatch.setattr(tracking, "FLUSH_TIMEOUT_S", 0.1)
     free = threading.Event()
     hanging, notebook = Notebook(), Notebook()
-    hanging.log = lambda *_: free.wait(60)  # type: ignore[method-assign]
+    hanging.log = lambda *_: free.wait(60)  # type: ignore[assignment, method-assign]
     async with asyncio.timeout(30):
         await follow(run, steps=100, hanging=hanging, mine=notebook)
     assert len(notebook.told) == 101

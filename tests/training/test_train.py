@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def files_of(run: Path) -> set[str]:
 
 
 async def test_a_run_that_is_awaited_takes_the_same_arguments_and_leaves_the_same_files(tmp_path: Path) -> None:
-    settings = {"steps": 1, "tasks_per_step": 2, "attempts": 2}
+    settings: dict[str, Any] = {"steps": 1, "tasks_per_step": 2, "attempts": 2}
     await asyncio.to_thread(train, AGENT, ["a", "b"], brief, run_dir=tmp_path / "blocking", **settings)
     result = await train_async(AGENT, ["a", "b"], brief, run_dir=tmp_path / "awaited", **settings)
     assert result.run_dir == tmp_path / "awaited"
@@ -80,7 +81,7 @@ async def test_a_run_that_is_awaited_takes_the_same_arguments_and_leaves_the_sam
 def test_a_metric_that_no_evaluation_has_is_refused_before_anything_runs(
     tmp_path: Path, metric: str, told: str
 ) -> None:
-    settings = {"eval_tasks": ["c"], "keep_best": True, "eval_metric": metric}
+    settings: dict[str, Any] = {"eval_tasks": ["c"], "keep_best": True, "eval_metric": metric}
     with pytest.raises(ConfigError, match=f"eval_metric='{metric}': evaluations have no such metric. {told}"):
         train(AGENT, ["a"], brief, run_dir=tmp_path / "run", **settings)
     assert not (tmp_path / "run").exists()
@@ -91,14 +92,14 @@ def test_settings_replace_those_of_a_config(tmp_path: Path) -> None:
     result = train(AGENT, ["a"], brief, run_dir=tmp_path / "run", config=config, steps=1)
     assert result.steps == 1
     with pytest.raises(ConfigError, match="config is a dict, and has to be a TrainConfig"):
-        train(AGENT, ["a"], brief, run_dir=tmp_path / "other", config={"steps": 2})
+        train(AGENT, ["a"], brief, run_dir=tmp_path / "other", config={"steps": 2})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Did you mean 'steps'"):
         train(AGENT, ["a"], brief, run_dir=tmp_path / "other", config=config, stepz=1)
     assert not (tmp_path / "other").exists()
 
 
 def test_a_run_can_be_made_longer(tmp_path: Path) -> None:
-    settings = {"run_dir": tmp_path / "run", "tasks_per_step": 1, "attempts": 2}
+    settings: dict[str, Any] = {"run_dir": tmp_path / "run", "tasks_per_step": 1, "attempts": 2}
     train(AGENT, ["a", "b"], brief, steps=1, **settings)
     result = train(AGENT, ["a", "b"], brief, steps=2, resume=True, **settings)
     assert list(result.metrics) == [2]
@@ -149,7 +150,7 @@ def test_a_run_that_is_refused_leaves_no_directory_and_can_be_begun_there_once_i
 
 
 def test_a_run_that_is_refused_once_its_model_is_there_can_be_begun_in_the_same_directory(tmp_path: Path) -> None:
-    settings = {"run_dir": tmp_path, "steps": 1, "tasks_per_step": 1, "attempts": 2}
+    settings: dict[str, Any] = {"run_dir": tmp_path, "steps": 1, "tasks_per_step": 1, "attempts": 2}
     with pytest.raises(ConfigError, match="cannot be trained"):
         train(AGENT, ["a"], brief, policy=ScriptedPolicy(["a"]), **settings)
     train(AGENT, ["a"], brief, **settings)
@@ -190,7 +191,7 @@ def make_agent(model: str) -> Agent:
 )
 def test_only_an_agent_can_be_trained_or_rolled_out(tmp_path: Path, given: object, told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        train(given, ["a"], brief, run_dir=tmp_path / "run")
+        train(given, ["a"], brief, run_dir=tmp_path / "run")  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
     with pytest.raises(UsageError, match=told):
-        asyncio.run(run(given, ["a"]))
+        asyncio.run(run(given, ["a"]))  # type: ignore[arg-type]

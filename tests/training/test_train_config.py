@@ -49,7 +49,7 @@ def test_a_setting_that_cannot_be_meant_is_refused_with_the_cure(settings: dict[
 
 def test_every_wrong_setting_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as refusal:
-        TrainConfig(steps=0, attemps=4)
+        TrainConfig(steps=0, attemps=4)  # type: ignore[call-arg]
     assert "steps=0" in str(refusal.value)
     assert "Did you mean 'attempts'" in str(refusal.value)
 

@@ -45,7 +45,7 @@ from agentfly.training.trainer import Trainer, TrainResult
 from agentfly.viewing.event_log import MetricsWriter
 
 TASKS = [f"Say something about {number}." for number in range(10)]
-SMALL = {"tasks_per_step": 2, "attempts": 3, "steps": 2, "learning_rate": 3e-3, "dtype": "float32"}
+SMALL: dict[str, Any] = {"tasks_per_step": 2, "attempts": 3, "steps": 2, "learning_rate": 3e-3, "dtype": "float32"}
 
 
 @reward
@@ -304,7 +304,7 @@ async def test_a_run_is_trained_by_the_code_that_its_settings_name_by_reference(
         return LOSSES["policy_gradient"](batch, clip)
 
     own = {"algorithm": Algorithm(estimate), "loss": PolicyLoss(compute)}
-    settings = {**SMALL, "steps": 1, "algorithm": "here.py:mine", "loss": "here.py:mine_too"}
+    settings: dict[str, Any] = {**SMALL, "steps": 1, "algorithm": "here.py:mine", "loss": "here.py:mine_too"}
     config = TrainConfig.model_validate(settings, context=OwnCode(lambda reference, field: own[field]))
     await Trainer(agent(), TASKS, later, run_dir=tmp_path, config=config).run()
     assert used[:2] == ["algorithm", "loss"]
@@ -349,7 +349,7 @@ def tasks_of(run: RunDirectory) -> list[str]:
 
 @pytest.mark.slow
 async def test_a_run_that_is_stopped_again_and_again_ends_as_one_that_never_was(tmp_path: Path) -> None:
-    settings = {"steps": 5, "checkpoint_every_steps": 2, "eval_tasks": TASKS[:2]}
+    settings: dict[str, Any] = {"steps": 5, "checkpoint_every_steps": 2, "eval_tasks": TASKS[:2]}
     # One generation at a time: in a batch, whose make-up depends on when each joins, the last bits of logits vary, and
     # an optimizer's first step makes as much of a gradient's last bit as of the whole.
     settings |= {"kl": {"coefficient": 0.01}, "warmup_steps": 3, "max_concurrent_generations": 1, "threads": 1}

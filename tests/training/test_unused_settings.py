@@ -66,23 +66,23 @@ def test_an_algorithm_reads_exactly_the_settings_that_it_declares_and_others_are
     declared = setting in ALGORITHMS[algorithm].uses
     assert declared == (not np.allclose(judged(algorithm, **base), judged(algorithm, **given)))
     if declared:
-        assert TrainConfig(algorithm=algorithm, advantage=given).advantage == AdvantageConfig(**given)
+        assert TrainConfig(algorithm=algorithm, advantage=given).advantage == AdvantageConfig(**given)  # type: ignore[arg-type]
     else:
         with pytest.raises(
             ConfigError, match=rf"advantage\.{setting}=\S+: algorithm={algorithm} does not use it\. \w+"
         ):
-            TrainConfig(algorithm=algorithm, advantage=given)
+            TrainConfig(algorithm=algorithm, advantage=given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("setting", CRITIC)
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_settings_of_a_critic_are_refused_without_one(algorithm: str, setting: str) -> None:
-    given = {setting: CRITIC[setting]}
+    given: dict[str, Any] = {setting: CRITIC[setting]}
     if ALGORITHMS[algorithm].needs_critic:
-        assert TrainConfig(algorithm=algorithm, critic=given).critic == CriticConfig(**given)
+        assert TrainConfig(algorithm=algorithm, critic=given).critic == CriticConfig(**given)  # type: ignore[arg-type]
     else:
         with pytest.raises(ConfigError, match=rf"critic\.{setting}=\S+: algorithm={algorithm} has no critic.*\(gae\)"):
-            TrainConfig(algorithm=algorithm, critic=given)
+            TrainConfig(algorithm=algorithm, critic=given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("setting", LOSS_SETTINGS)
@@ -102,10 +102,10 @@ def test_a_loss_reads_exactly_the_settings_that_it_declares_and_others_are_refus
     declared = setting in LOSSES[loss].uses
     assert declared == (not torch.equal(LOSSES[loss](batch, clip).loss, LOSSES[loss](batch, other).loss))
     if declared:
-        assert getattr(TrainConfig(loss=loss, **{setting: CLIPS[setting]}), setting) == CLIPS[setting]
+        assert getattr(TrainConfig(loss=loss, **{setting: CLIPS[setting]}), setting) == CLIPS[setting]  # type: ignore[arg-type]
     else:
         with pytest.raises(ConfigError, match=rf"{setting}=\S+: loss={loss} does not use it.*ppo_clip"):
-            TrainConfig(loss=loss, **{setting: CLIPS[setting]})
+            TrainConfig(loss=loss, **{setting: CLIPS[setting]})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_the_message_names_what_would_do_it(settings: Mapping[str, Any], cure: s
 
 def test_all_unused_settings_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as told:
-        TrainConfig(loss="policy_gradient", clip_low=0.1, clip_high=0.3, critic={"warmup_steps": 1})
+        TrainConfig(loss="policy_gradient", clip_low=0.1, clip_high=0.3, critic={"warmup_steps": 1})  # type: ignore[arg-type]
     assert [line.split("=")[0] for line in str(told.value).splitlines()] == [
         "clip_low",
         "clip_high",

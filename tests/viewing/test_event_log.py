@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
+from typing import Any
 
 import pytest
 
@@ -63,7 +64,7 @@ def test_whoever_emits_an_event_waits_for_no_writer():
 
 
 def test_a_writer_that_fails_is_told_and_takes_no_other_with_it(caplog):
-    seen = []
+    seen: list[Any] = []
 
     def full(event):
         raise OSError("no space left")
@@ -84,7 +85,7 @@ def test_the_metrics_of_a_step_are_kept_before_anything_else_happens(tmp_path):
 
 
 def test_a_run_whose_metrics_cannot_be_written_stops_and_says_how_to_go_on(tmp_path):
-    run, events, seen = RunDirectory(tmp_path / "run").ensure(), EventStream(), []
+    run, events, seen = RunDirectory(tmp_path / "run").ensure(), EventStream(), []  # type: ignore[var-annotated]
     run.metrics_file.symlink_to("/dev/full")
     with record_events(run, events), events.subscribed(seen.append):
         for event in (StepFinished(step=3, metrics={"a": 0.5}), EvaluationFinished(step=3, metrics={"a": 0.5})):

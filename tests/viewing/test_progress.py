@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -24,7 +25,7 @@ from agentfly.core.events import (
 from agentfly.viewing.progress import ConsoleProgress
 from agentfly.viewing.run_state import RunState
 
-TINY = {"model": "tiny", "dtype": "float32", "device": "cpu"}
+TINY: dict[str, Any] = {"model": "tiny", "dtype": "float32", "device": "cpu"}
 
 
 def a_run() -> list:
@@ -64,7 +65,7 @@ def shown(*, live: bool, events: list) -> str:
     with ConsoleProgress(console, live=live) as progress, stream.subscribed(progress):
         for event in events:
             stream.emit(event)
-    return console.file.getvalue()
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_state_counts_what_runs_waits_and_is_left():
@@ -101,7 +102,7 @@ def test_on_a_terminal_the_last_drawing_has_the_figures_and_a_curve():
 @pytest.mark.parametrize("live", [False, True])
 def test_a_run_says_in_which_number_format_it_computes_and_what_one_of_fewer_bits_costs(live):
     said = "bfloat16 rounds: log-probs differ a little between sampling and training"
-    started = {"run_dir": "runs/x", "steps": 4, "start_step": 0, "model": "tiny", "device": "cuda:0"}
+    started: dict[str, Any] = {"run_dir": "runs/x", "steps": 4, "start_step": 0, "model": "tiny", "device": "cuda:0"}
     told = shown(live=live, events=[TrainingStarted(dtype="bfloat16", **started)])
     assert "tiny in bfloat16 on cuda:0" in told
     assert said in told
@@ -140,9 +141,9 @@ def test_a_rollout_that_was_cancelled_has_not_finished(live):
     events = [RolloutsScheduled(time=100.0, total=3, recorded=0)]
     ends = (("a", "done", 1.0, None), ("b", "cancelled", None, None), ("c", "failed", None, "APIUnavailable: down"))
     for name, _, _, _ in ends:
-        events.append(RolloutStarted(time=100.0, rollout_id=name, group_id="g", task_id="t"))
+        events.append(RolloutStarted(time=100.0, rollout_id=name, group_id="g", task_id="t"))  # type: ignore[arg-type]
     for name, finish, reward, error in ends:
-        ended = {
+        ended: dict[str, Any] = {
             "turns": 1,
             "sampled_tokens": 1,
             "seconds": 1.0,
@@ -150,7 +151,7 @@ def test_a_rollout_that_was_cancelled_has_not_finished(live):
             "reward": reward,
             "error": error,
         }
-        events.append(RolloutFinished(time=140.0, rollout_id=name, group_id="g", **ended))
+        events.append(RolloutFinished(time=140.0, rollout_id=name, group_id="g", **ended))  # type: ignore[arg-type]
     told = shown(live=live, events=events)
     assert "2 of 3 rollouts finished  reward 1.000  1 failed  1 cancelled" in told
     assert "3 of 3" not in told

@@ -80,7 +80,7 @@ def test_the_two_trajectories_are_of_one_task_and_show_the_change(run):
 def test_the_report_shows_the_figures_the_curve_both_trajectories_and_the_files(run):
     console = Console(file=io.StringIO(), width=200, force_terminal=False)
     console.print(training_report(run))
-    shown = console.file.getvalue()
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
     for expected in (
         "20 training steps",
         "mean reward, first and last 2 steps",
@@ -101,13 +101,13 @@ def test_the_report_shows_the_figures_the_curve_both_trajectories_and_the_files(
 def test_the_report_says_why_a_run_ended_early(run):
     console = Console(file=io.StringIO(), width=200)
     console.print(training_report(run, stopped_early="reward/mean reached 1"))
-    assert "ended early: reward/mean reached 1" in console.file.getvalue()
+    assert "ended early: reward/mean reached 1" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_run_that_has_done_nothing_yet_can_be_reported(tmp_path):
     console = Console(file=io.StringIO(), width=100, force_terminal=False)
     console.print(training_report(RunDirectory.create(tmp_path)))
-    assert "0 training steps" in console.file.getvalue()
+    assert "0 training steps" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_report_says_in_how_many_steps_nothing_could_be_learned(run):

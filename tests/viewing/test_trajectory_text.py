@@ -112,7 +112,7 @@ def test_what_a_model_writes_cannot_drive_the_terminal_nor_the_markup():
     turn = Turn(index=0, sequence=0, start=0, stop=1, text=evil, ended_by_model=True)
     console = Console(file=io.StringIO(), force_terminal=False, width=100)
     console.print(trajectory_panel(a_trajectory(turns=[turn])))
-    shown = console.file.getvalue()
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert not {"\x1b", "\x07", "\u202e", "\x9b"} & set(shown)
     assert "[bold]not markup[/bold]" in shown
 

@@ -33,7 +33,7 @@ from tests.support.private_container_engines import PRIVATE_ENGINES, import_imag
 PROJECTS = {
     "inflection": ("inflection/__init__.py", "test_inflection.py"),
     "parse": ("parse.py", "tests"),
-    "schema": ("schema.py", "test_schema.py"),
+    "schema": ("schema.py", "test_tool_schema.py"),
     "toolz": ("toolz/itertoolz.py", "toolz/tests/test_itertoolz.py"),
 }
 """Repositories in ``/testbed``; each with one of its modules and the tests of that module."""

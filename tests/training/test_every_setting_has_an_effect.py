@@ -153,21 +153,21 @@ SHOWN: dict[str, str] = {
     "max_staleness": "test_overlap.py::test_rollouts_run_ahead_of_the_weights_by_no_more_than_the_bound",
     "eval_every_steps": "test_resume.py::test_a_run_can_be_made_longer_and_looked_at_more_often",
     "eval_attempts": (
-        "test_standing.py::test_an_evaluation_on_record_is_not_rolled_out_again_unless_it_would_be_another"
+        "test_early_stop.py::test_an_evaluation_on_record_is_not_rolled_out_again_unless_it_would_be_another"
     ),
     "eval_temperature": (
-        "test_standing.py::test_an_evaluation_on_record_is_not_rolled_out_again_unless_it_would_be_another"
+        "test_early_stop.py::test_an_evaluation_on_record_is_not_rolled_out_again_unless_it_would_be_another"
     ),
     "eval_metric": (
-        "test_standing.py::test_a_run_that_looks_at_another_metric_from_now_on_compares_it_with_itself_alone"
+        "test_early_stop.py::test_a_run_that_looks_at_another_metric_from_now_on_compares_it_with_itself_alone"
     ),
-    "early_stop": "test_standing.py::test_a_target_that_is_met_before_the_first_step_leaves_the_model_as_it_is",
-    "early_stop.target": "test_standing.py::test_a_target_that_is_met_before_the_first_step_leaves_the_model_as_it_is",
+    "early_stop": "test_early_stop.py::test_a_target_that_is_met_before_the_first_step_leaves_the_model_as_it_is",
+    "early_stop.target": "test_early_stop.py::test_a_target_that_is_met_before_the_first_step_leaves_the_model_as_it_is",
     "early_stop.patience": (
-        "test_standing.py::test_patience_ends_a_run_with_a_checkpoint_and_more_patience_goes_on_with_it"
+        "test_early_stop.py::test_patience_ends_a_run_with_a_checkpoint_and_more_patience_goes_on_with_it"
     ),
     "keep_checkpoints": "test_resume.py::test_a_run_can_be_made_longer_and_looked_at_more_often",
-    "keep_best": "test_standing.py::test_the_best_step_has_a_checkpoint_that_is_kept_and_found_by_its_link",
+    "keep_best": "test_early_stop.py::test_the_best_step_has_a_checkpoint_that_is_kept_and_found_by_its_link",
     "trackers": "test_trackers.py::test_a_training_run_is_followed_by_ones_own_tracker",
     "project": "test_trackers.py::test_a_training_run_is_followed_by_ones_own_tracker",
     "attempts": "test_trainer.py::test_a_run_leaves_metrics_trajectories_and_a_checkpoint_that_any_program_loads",

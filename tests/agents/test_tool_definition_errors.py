@@ -133,7 +133,7 @@ async def test_a_crash_of_a_tools_own_code_is_told_to_its_author_once_with_the_l
         await call(twice)
     (record,) = [record for record in caplog.records if record.name == "agentfly.agents.tool"]
     assert "'crashing' crashed with KeyError: 'nothing', at " in record.getMessage()
-    assert "test_programmer_mistakes.py" in record.getMessage()
+    assert "test_tool_definition_errors.py" in record.getMessage()
     assert "in crashing" in record.getMessage()
 
 
@@ -143,7 +143,7 @@ async def test_a_failure_is_placed_at_the_users_line_and_not_at_agentflys(call):
 
     with pytest.raises(UsageError) as caught:
         await call(mistaken)
-    assert "test_programmer_mistakes.py" in Failure.of(caught.value).location
+    assert "test_tool_definition_errors.py" in Failure.of(caught.value).location
     assert "in mistaken" in Failure.of(caught.value).location
 
 

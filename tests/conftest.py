@@ -1,4 +1,4 @@
-"""What holds for all tests: which of them may be run a second time, and that none fails for the machine being busy."""
+"""Fixtures and rules of all tests: which may be rerun, and no failure because the machine is busy."""
 
 from __future__ import annotations
 

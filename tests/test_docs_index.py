@@ -1,4 +1,4 @@
-"""The documentation has an index that is whole, and names only files, modules and settings that exist."""
+"""The documentation: a complete index, and only existing files, modules and settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package as a user gets it: quick to import, whole in its wheel, and at work in an empty environment."""
+"""The package as users get it: fast to import, complete in its wheel, and usable in an empty environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that is public, called in the ways in which it is likely to be called by mistake."""
+"""Likely mistakes in calls of everything public."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's program runs as it stands, and what it names exists."""
+"""The README's program runs unchanged, and everything that it names exists."""
 
 from __future__ import annotations
 

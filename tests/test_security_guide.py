@@ -1,4 +1,4 @@
-"""The security guide promises nothing that no test shows."""
+"""Every claim of the security guide names a test that shows it."""
 
 from __future__ import annotations
 

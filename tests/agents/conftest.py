@@ -1,4 +1,4 @@
-"""What the tests of the agent layer share."""
+"""Fixtures of the agent layer."""
 
 from __future__ import annotations
 

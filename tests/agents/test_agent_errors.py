@@ -1,4 +1,4 @@
-"""Slips in what an agent and its script are made of are told when they are made, with the cure."""
+"""Mistakes in agents and scripts: they are reported at construction, with the cure."""
 
 from __future__ import annotations
 

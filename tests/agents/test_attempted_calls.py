@@ -1,4 +1,4 @@
-"""What plainly means to call a tool is a call or an error that the model is told, and never the answer."""
+"""Text that evidently tries to call a tool: it is a call or an error for the model, and never the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods and classes as tools: one instance of a class for each rollout, on a thread of its own, closed at its end."""
+"""Methods and classes as tools: one instance per rollout, on its own thread, closed at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tool-call format a chat template speaks, for the templates of many models."""
+"""Detection of a chat template's tool-call format, for the templates of many models."""
 
 from __future__ import annotations
 

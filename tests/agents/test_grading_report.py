@@ -1,4 +1,4 @@
-"""The report of hidden tests: only what is signed and whole counts, and nothing that is said instead raises."""
+"""The report of hidden tests: only signed, complete records count, and forged ones raise nothing."""
 
 from __future__ import annotations
 

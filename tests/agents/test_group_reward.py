@@ -1,4 +1,4 @@
-"""Rewards that see all attempts at a task."""
+"""Group rewards: they score all attempts at a task together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of tools that somebody else has described by a JSON schema."""
+"""Arguments of tools with a given JSON schema."""
 
 from __future__ import annotations
 

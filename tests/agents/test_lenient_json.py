@@ -1,4 +1,4 @@
-"""JSON as models write it is read as JSON or Python would read it, or is an error with its position."""
+"""JSON as models write it: it is read as JSON or Python would read it, or is an error with its position."""
 
 from __future__ import annotations
 

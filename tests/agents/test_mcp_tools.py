@@ -1,4 +1,4 @@
-"""Tools of real servers of the Model Context Protocol in real rollouts, over pipes and over HTTP."""
+"""Tools of real MCP servers in real rollouts, over pipes and over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The formats that models are trained on, case by case."""
+"""Tool-call formats that models are trained on, case by case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls made at the same time, and what becomes of a failure of one."""
+"""Parallel tool calls, and the failure of one of them."""
 
 from __future__ import annotations
 

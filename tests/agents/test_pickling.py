@@ -1,4 +1,4 @@
-"""Tools and rewards travel by pickling, and what cannot travel is named with the path to it."""
+"""Tools and rewards can be pickled; the error for one that cannot names the path to the cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The formats that small and base models can follow, case by case."""
+"""Tool-call formats for small and base models, case by case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a tool returns becomes an observation, or is refused with the cure."""
+"""Return values of tools: each becomes an observation, or is refused with the cure."""
 
 from __future__ import annotations
 

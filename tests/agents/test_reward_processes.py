@@ -1,4 +1,4 @@
-"""Rewards in processes of their own end on time, whatever they do, and leave nothing behind."""
+"""Rewards in separate processes: they end on time and leave nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hidden tests, run in boxes that the agent never touched: what passes counts, and what only says so does not."""
+"""Hidden tests in containers that the agent never touched: only tests that really pass count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tool is made of, how it is called, and how it travels."""
+"""Tools: their definition, their calls, and pickling."""
 
 from __future__ import annotations
 

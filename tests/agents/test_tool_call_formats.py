@@ -1,4 +1,4 @@
-"""What holds for every tool-call format."""
+"""Properties of every tool-call format."""
 
 from __future__ import annotations
 

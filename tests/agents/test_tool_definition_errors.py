@@ -1,4 +1,4 @@
-"""What a programmer gets wrong in a tool ends the rollout with the cure, and is not told to the model."""
+"""A programmer's mistakes in a tool: they end the rollout with the cure, and the model does not see them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tool's code raises: told to the model, told as an outage, or tried again."""
+"""Exceptions in tools: shown to the model, reported as an outage, or retried."""
 
 from __future__ import annotations
 

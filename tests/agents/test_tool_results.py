@@ -1,4 +1,4 @@
-"""Images among what tools return, and the limit on what the model is given of it."""
+"""Images in tool results, and the limit on the length of observations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long calls of tools may take, and on which threads they run."""
+"""Time limits of tool calls, and the threads that they run on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools as real models meet them: schemas in their chat templates, and limits in their tokens."""
+"""Tools with real models: schemas in their chat templates, and limits in their tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each turn was worth: given with the score, or asked for turn by turn."""
+"""Turn rewards: given with the score, or computed turn by turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models write into calls without escaping it is executed as it was meant, or is an error; never altered."""
+"""Unescaped text in calls: it is executed as meant, or is an error; it is never altered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One reward made of several."""
+"""Weighted sums of rewards."""
 
 from __future__ import annotations
 

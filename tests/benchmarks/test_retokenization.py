@@ -1,4 +1,4 @@
-"""Re-tokenization: what was sampled as its tokenizer spells it stays; anything else becomes what text is encoded to."""
+"""Re-tokenization: text that was sampled as the tokenizer encodes it stays; other text is encoded again."""
 
 from __future__ import annotations
 

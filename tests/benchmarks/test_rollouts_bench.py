@@ -1,4 +1,4 @@
-"""The bench of rollouts: the best possible time is exact, and what is measured is complete."""
+"""The bench of rollouts: the optimum is exact, and the measurements are complete."""
 
 from __future__ import annotations
 

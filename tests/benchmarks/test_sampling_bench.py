@@ -1,4 +1,4 @@
-"""The bench of sampling gives plain numbers, and a table of them."""
+"""The bench of sampling reports plain numbers and a table of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Studies: what is compared, what is read in the runs, and that a study that was stopped goes on."""
+"""Studies: which runs are compared, which values are read, and resuming of a stopped study."""
 
 from __future__ import annotations
 

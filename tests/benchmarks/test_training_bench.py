@@ -1,4 +1,4 @@
-"""The bench of training: what is trained on is exactly what was asked for, and sides that differ are not compared."""
+"""The bench of training: it trains on exactly the requested rows, and does not compare sides that differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line, as it is called."""
+"""Fixtures that call the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""agentfly check, the cheap part of it before other commands, and rollouts that are gone on with."""
+"""``agentfly check``, its quick part before other commands, and resumed rollouts."""
 
 from __future__ import annotations
 

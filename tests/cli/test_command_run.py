@@ -1,4 +1,4 @@
-"""A run of agentfly train or agentfly sft that is stopped."""
+"""Interrupted runs of ``agentfly train`` and ``agentfly sft``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`agentfly compare`: two stored evaluations, found and shown."""
+"""``agentfly compare``: two stored evaluations are found and compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of fields: complete by its making, in the guide as it is, and what a slip is told from."""
+"""The list of configuration fields: complete, equal to the guide, and used for suggestions."""
 
 from __future__ import annotations
 

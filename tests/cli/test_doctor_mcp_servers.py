@@ -1,4 +1,4 @@
-"""What the doctor says of servers of the Model Context Protocol."""
+"""``agentfly doctor`` on MCP servers."""
 
 from __future__ import annotations
 

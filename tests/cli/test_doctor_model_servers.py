@@ -1,4 +1,4 @@
-"""``agentfly doctor`` says which vLLM model servers are run with, or how to get one."""
+"""``agentfly doctor`` names the vLLM that model servers use, or how to install one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`agentfly init`: a project under a name of its own that works as it stands."""
+"""``agentfly init``: a project under any name that works unchanged."""
 
 from __future__ import annotations
 

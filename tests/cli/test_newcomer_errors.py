@@ -1,4 +1,4 @@
-"""What a newcomer runs into gives one message that says what to do, without a traceback, and a right exit code."""
+"""Common mistakes of newcomers: one message with the cure, no traceback, and the right exit code."""
 
 from __future__ import annotations
 

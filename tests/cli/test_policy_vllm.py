@@ -1,4 +1,4 @@
-"""`policy: vllm` in a configuration serves the agent's model with vLLM; against a stand-in for the server."""
+"""``policy: vllm`` in a configuration serves the agent's model with vLLM; with a fake server."""
 
 from __future__ import annotations
 

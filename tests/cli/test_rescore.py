@@ -1,4 +1,4 @@
-"""``agentfly rescore``: new scores beside the old ones."""
+"""``agentfly rescore``: new scores next to the old ones."""
 
 from __future__ import annotations
 

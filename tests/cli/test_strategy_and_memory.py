@@ -1,4 +1,4 @@
-"""The strategy and the memory as words of a configuration: what they do to a run."""
+"""The strategy and the memory in a configuration, and their effect on a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Context: one instance a rollout, prepared once, and everything given back at the end."""
+"""Context: one instance per rollout, prepared once, and everything released at the end."""
 
 import asyncio
 from dataclasses import dataclass, field

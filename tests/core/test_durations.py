@@ -1,4 +1,4 @@
-"""A duration is a finite number of seconds, wherever one is given."""
+"""Durations: every setting in seconds must be a finite number."""
 
 from __future__ import annotations
 

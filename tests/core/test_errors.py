@@ -1,4 +1,4 @@
-"""What messages say of names and types: the name that was likely meant, and the right article."""
+"""Error texts about names and types: the likely name, and the right article."""
 
 from __future__ import annotations
 

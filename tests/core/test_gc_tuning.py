@@ -1,4 +1,4 @@
-"""Garbage collection while rollouts run: tuned within the block, as it was outside, whoever else asks for it."""
+"""Garbage collection: tuned while rollouts run, and restored afterwards, also with nested users."""
 
 from __future__ import annotations
 

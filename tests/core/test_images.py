@@ -1,4 +1,4 @@
-"""Images: from what a user has to what a task holds, and back from JSON."""
+"""Images: from a user's object to a task, and back from JSON."""
 
 import base64
 import io

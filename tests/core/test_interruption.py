@@ -1,4 +1,4 @@
-"""Signals that end a program: what runs is cancelled and cleans up, once, and the program ends as the signal says."""
+"""Signals that end a program: its work is cancelled and cleaned up once, and the exit status names the signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records: whatever users' code returns, there is a line of JSON that can be read again."""
+"""JSON values of records: any object of a user is stored as a line that can be read again."""
 
 from __future__ import annotations
 

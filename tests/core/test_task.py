@@ -1,4 +1,4 @@
-"""Task: a prompt and any other fields."""
+"""Task: a prompt and further fields."""
 
 import datetime
 import json

@@ -1,4 +1,4 @@
-"""Files of tasks: each kind is read, and each that is not what its name says is told."""
+"""Task files: each supported kind is read, and a file that does not match its suffix is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was printed reads as a terminal shows it, whatever it holds, and at bounded cost."""
+"""Terminal output reads as a terminal shows it, for any bytes and at bounded cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads: calls go to threads that are used again, none of which can be taken from others for good."""
+"""Threads: they are reused, and no call can keep one from others for good."""
 
 from __future__ import annotations
 

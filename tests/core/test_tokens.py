@@ -1,4 +1,4 @@
-"""TokenSequence: everything known of a token grows and is cut with it."""
+"""TokenSequence: all data of a token is appended and cut together."""
 
 import json
 import math

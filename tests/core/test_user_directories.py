@@ -1,4 +1,4 @@
-"""A user whose home cannot be looked into, or who has none, is told what to do, and can do what needs no home."""
+"""Users without a readable home directory get the cure, and can do everything that needs no home."""
 
 from __future__ import annotations
 

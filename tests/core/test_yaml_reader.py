@@ -1,4 +1,4 @@
-"""Whatever a configuration file holds, it loads or is refused with its place, and neither takes long nor much."""
+"""YAML files load, or are refused with a position, in bounded time and memory."""
 
 from __future__ import annotations
 

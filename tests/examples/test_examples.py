@@ -1,4 +1,4 @@
-"""The programs in `examples/` run as they stand and show what they say."""
+"""The programs in ``examples/`` run unchanged and print the documented output."""
 
 from __future__ import annotations
 

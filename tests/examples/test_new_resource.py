@@ -1,4 +1,4 @@
-"""The guide's new kind of resource: as short as it says, and removed after the program that used it was killed."""
+"""The guide's new kind of resource: as short as stated, and removed after its program was killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway, driven by OpenAI's own client: what it answers, and that its record is exact to the token."""
+"""The gateway with OpenAI's own client: its answers, and a record that is exact to the token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may call the gateway: a program reaches its own rollout's model, and nothing else; web pages reach nothing."""
+"""Access to the gateway: a program reaches only the model of its own rollout, and web pages reach nothing."""
 
 from __future__ import annotations
 

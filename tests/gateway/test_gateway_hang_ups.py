@@ -1,4 +1,4 @@
-"""Clients that hang up, at any moment and in any way: nothing is printed, and nothing that a program saw is lost."""
+"""Clients that disconnect at any moment: nothing is printed, and no answer that a program has seen is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway over HTTP: what it refuses, what fails behind it, and what programs ask besides answers."""
+"""The gateway over HTTP: refused requests, failures behind it, and its other routes."""
 
 from __future__ import annotations
 

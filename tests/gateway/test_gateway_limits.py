@@ -1,4 +1,4 @@
-"""What programs may take: each limit is named where it is exceeded, and no request holds up the event loop for long."""
+"""Limits of programs: an error names the exceeded limit, and no request blocks the event loop for long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of other kinds than Python's: a loop of bash and curl. And a real model behind the gateway."""
+"""Programs in other languages, such as a loop of bash and curl, and a real model behind the gateway."""
 
 from __future__ import annotations
 

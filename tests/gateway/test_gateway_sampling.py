@@ -1,4 +1,4 @@
-"""How answers are sampled: by the rollout's parameters and not by the program's, unless these are to be followed."""
+"""Sampling of answers: the rollout's parameters replace the program's, unless the program's are honoured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout's record where answers do not reach the program, or more than one goes on from the same."""
+"""The record of a rollout with undelivered answers, and with several calls that continue the same one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small random models and a tokenizer, made on the spot."""
+"""Small random models and a tokenizer, created by the tests."""
 
 from __future__ import annotations
 

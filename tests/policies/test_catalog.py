@@ -1,4 +1,4 @@
-"""Models are found by name, fetched once and whole, and what cannot be had is told in one message."""
+"""Models: found by name, fetched once and completely; the error for a missing one is a single message."""
 
 from __future__ import annotations
 

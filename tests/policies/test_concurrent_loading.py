@@ -1,4 +1,4 @@
-"""Models that are loaded at the same time do not spoil each other."""
+"""Models that are loaded concurrently do not affect each other."""
 
 from __future__ import annotations
 

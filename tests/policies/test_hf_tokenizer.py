@@ -1,4 +1,4 @@
-"""Text stays text, control tokens stay control tokens, and a missing chat template is told."""
+"""HFTokenizer: text stays text, control tokens stay control tokens, and a missing chat template is an error."""
 
 from __future__ import annotations
 

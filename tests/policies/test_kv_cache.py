@@ -1,4 +1,4 @@
-"""Keys and values: what is kept stays whole whatever fails, and a sequence costs memory for its own length."""
+"""The KV cache: its content survives failures, and a sequence uses memory for its own length."""
 
 from __future__ import annotations
 

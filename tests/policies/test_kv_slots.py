@@ -1,4 +1,4 @@
-"""The slot table: earlier turns are kept, prefixes are taken over, running slots are never taken."""
+"""The slot table: earlier turns are kept, prefixes are reused, and running slots are never taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading chooses device, precision and threads, and refuses models that would sample wrongly."""
+"""Loading of models: device, precision and threads, and refusal of models that would be sampled wrongly."""
 
 from __future__ import annotations
 

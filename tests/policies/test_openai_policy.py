@@ -1,4 +1,4 @@
-"""OpenAIPolicy against a real server of HTTP that answers as endpoints do, rightly and wrongly."""
+"""OpenAIPolicy with a real HTTP server that gives valid and invalid answers."""
 
 from __future__ import annotations
 

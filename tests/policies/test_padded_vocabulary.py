@@ -1,4 +1,4 @@
-"""Ids that no token has are neither sampled nor counted in the distribution, by whatever samples or scores."""
+"""Ids without a token are neither sampled nor part of the distribution, in sampling and in scoring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens are drawn from the stated distribution, and their log-probs are those of that very distribution."""
+"""Sampling: tokens are drawn from the stated distribution, and their log-probs belong to it."""
 
 from __future__ import annotations
 

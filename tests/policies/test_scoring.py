@@ -1,4 +1,4 @@
-"""score_tokens says what a plain forward pass says, gradients included, and computes shared prefixes once."""
+"""score_tokens equals a plain forward pass, gradients included, and computes shared prefixes once."""
 
 from __future__ import annotations
 

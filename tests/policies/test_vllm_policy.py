@@ -1,4 +1,4 @@
-"""A policy over vLLM servers samples exactly or not at all; against stand-ins for the servers."""
+"""VLLMPolicy: it samples exactly or fails; with fake servers."""
 
 from __future__ import annotations
 

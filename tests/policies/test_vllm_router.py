@@ -1,4 +1,4 @@
-"""Rollouts are shared out among servers evenly, and stay where they are."""
+"""The router: rollouts are distributed evenly, and stay on their server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of containers have in common: backends to run on, boxes that are released, and looks at the host."""
+"""Fixtures of container tests: the backends, containers that are released, and views of the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What outlives its process and belongs to no engine: it is removed by the next one, whatever killed the first."""
+"""Traces of a killed process without an engine: the next process removes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conformance suite passes what keeps the contract, and names the clause that something breaks."""
+"""The conformance suite passes correct resources, and names the clause that a wrong one violates."""
 
 from __future__ import annotations
 

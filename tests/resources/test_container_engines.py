@@ -1,4 +1,4 @@
-"""Containers of dockerd and podman: what is theirs alone, beside the contract in `test_containers_contract.py`."""
+"""Containers of dockerd and podman: behaviour beyond the contract in `test_containers_contract.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Containers: what a sandbox's shell does with commands, and what is left when it is reset or released."""
+"""Sandboxes: their shell's commands, and the state after a reset or release."""
 
 from __future__ import annotations
 

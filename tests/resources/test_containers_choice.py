@@ -1,4 +1,4 @@
-"""The choice of a backend: only those are asked and spoken of that can take the image."""
+"""The choice of a backend: only backends that support the image are tried and named."""
 
 from __future__ import annotations
 

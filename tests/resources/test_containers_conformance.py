@@ -1,4 +1,4 @@
-"""Sandboxes keep the contract of resources."""
+"""Sandboxes pass the conformance suite of resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a container does on every backend. `conftest.py` has the backends."""
+"""The contract of containers on every backend. `conftest.py` has the backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a container does on every backend over its lifetime: ports, freezing, resets, forks, the end."""
+"""The contract of containers over their lifetime, on every backend: ports, freezing, resets, forks, release."""
 
 from __future__ import annotations
 

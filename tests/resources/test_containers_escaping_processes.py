@@ -1,4 +1,4 @@
-"""Containers that mean to outlive who started them, or reach processes of others: they can do neither."""
+"""Processes in containers that try to outlive their container, or to reach other processes, cannot."""
 
 # ruff: noqa: ASYNC240  (looking at the host's processes is what these tests are about)
 

@@ -1,4 +1,4 @@
-"""Containers whose processes mean ill: what they print, leave behind or forge costs the host next to nothing."""
+"""Hostile processes in containers: their output, remains and forgeries cost the host almost nothing."""
 
 from __future__ import annotations
 

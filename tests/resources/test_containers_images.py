@@ -1,4 +1,4 @@
-"""Images as archives: unpacked once, whole or not at all, and never outside their directory."""
+"""Images as archives: unpacked once, completely or not at all, and never outside their directory."""
 
 from __future__ import annotations
 

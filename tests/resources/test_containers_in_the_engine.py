@@ -1,4 +1,4 @@
-"""Containers as the engine gives them: few sandboxes for many rollouts, nothing of one seen by the next, none left."""
+"""Containers in the engine: few sandboxes for many rollouts, no state passes between owners, and none is left."""
 
 from __future__ import annotations
 

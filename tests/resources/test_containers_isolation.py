@@ -1,4 +1,4 @@
-"""Containers: what a sandbox cannot see, reach or use up, on each tier."""
+"""Isolation of sandboxes: what they cannot see, reach or use up, on each tier."""
 
 # ruff: noqa: ASYNC240  (looking at the host's files is what these tests are about)
 

@@ -1,4 +1,4 @@
-"""Containers: what of the kernel a sandbox can call, and the keyrings, which belong to no namespace."""
+"""System calls that a sandbox can make, and keyrings, which belong to no namespace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Containers without namespaces: what Landlock holds of the host, who gets them, and that nothing of them is left."""
+"""Containers without namespaces: which host files Landlock protects, who gets them, and complete removal."""
 
 # ruff: noqa: ASYNC240  (looking at the host's files is what these tests are about)
 

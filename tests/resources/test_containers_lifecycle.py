@@ -1,4 +1,4 @@
-"""Containers from start to release: what a reset brings back, and what is left of them afterwards: nothing."""
+"""Containers from start to release: the state after a reset, and nothing is left afterwards."""
 
 from __future__ import annotations
 

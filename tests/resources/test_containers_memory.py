@@ -1,4 +1,4 @@
-"""Memory of containers that no control group accounts for: it is counted, or cannot be had."""
+"""Memory of containers without a control group: it is counted, or the limit is refused."""
 
 from __future__ import annotations
 

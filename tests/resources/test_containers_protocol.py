@@ -1,4 +1,4 @@
-"""What a sandbox may write at its end of the shell's pipes: any bytes, at bounded cost, with a typed end."""
+"""Bytes that a sandbox writes into the pipes of its shell: any bytes have bounded cost and a typed end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a container leaves behind is removed, whatever it did to its directories, and its place is free again."""
+"""Removal of containers, whatever they did to their directories; their slot is free again."""
 
 from __future__ import annotations
 

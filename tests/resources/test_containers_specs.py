@@ -1,4 +1,4 @@
-"""ContainerSpec: values that can be compared, and what they refuse, with the reason."""
+"""ContainerSpec: comparable values, and refusals with the reason."""
 
 from __future__ import annotations
 

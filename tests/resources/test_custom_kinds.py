@@ -1,4 +1,4 @@
-"""What the author of a kind of resource gets wrong is said, where the engine copes with it too."""
+"""Mistakes of the author of a kind of resource: they are reported, even if the engine can handle them."""
 
 from __future__ import annotations
 

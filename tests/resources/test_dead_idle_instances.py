@@ -1,4 +1,4 @@
-"""What died while nobody had it is given to nobody: whoever waits gets another one and hears nothing of it."""
+"""Instances that died while idle: the next owner gets another one and sees no error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing: what is taken apart here can be put together there."""
+"""Directory archives: a packed directory unpacks to an equal one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and the images made in it once they are of no more use. No engine is needed."""
+"""Images that snapshots create in a container engine: they are removed once unused. No engine is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine, over fake resources that misbehave, in virtual time."""
+"""The engine with misbehaving fake resources, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random histories of the engine, over resources that fail, hang, dawdle and die, with callers that are cancelled."""
+"""Random histories of the engine, with resources that fail, hang or die and callers that are cancelled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several resources at once, and several replicas of a shared one: the engine, in virtual time."""
+"""Several resources in one request, and several replicas of a shared one, in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An environment does the same wherever it lives: in the loop, on a thread, in a process."""
+"""Environments behave the same in the loop, on a thread and in a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench of environments gives plain numbers."""
+"""The bench of environments reports plain numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments keep the contract of resources, wherever they live, with a reset of their own and without."""
+"""Environments pass the conformance suite in the loop, on a thread and in a process, with and without a reset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulators forked from a warmed parent: one import for all, and nothing of one in another."""
+"""Simulators forked from a warmed parent: one import for all, and no state passes between them."""
 
 from __future__ import annotations
 

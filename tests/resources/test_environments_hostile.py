@@ -1,4 +1,4 @@
-"""What a careless simulator does to itself costs its own call, says what it was, and leaves nothing behind."""
+"""Failing simulators: only their own call fails, the error says why, and nothing is left behind."""
 
 from __future__ import annotations
 

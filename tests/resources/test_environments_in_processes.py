@@ -1,4 +1,4 @@
-"""What a simulator in a process of its own can do to itself, and what it cannot do to anybody else."""
+"""Simulators in separate processes: a crash affects only the simulator."""
 
 from __future__ import annotations
 

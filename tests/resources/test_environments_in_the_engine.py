@@ -1,4 +1,4 @@
-"""Environments as the engine gives them: few simulators for many rollouts, none left."""
+"""Environments in the engine: few simulators for many rollouts, and none is left."""
 
 from __future__ import annotations
 

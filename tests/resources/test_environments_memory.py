@@ -1,4 +1,4 @@
-"""The memory of a simulator in a process of its own, with all that it starts."""
+"""Memory limits of simulators in processes, including their child processes."""
 
 from __future__ import annotations
 

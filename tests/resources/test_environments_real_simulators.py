@@ -1,4 +1,4 @@
-"""Real simulators with programs of their own, as the examples use them: Stockfish over UCI, and ScienceWorld's Java."""
+"""Real simulators with their own programs, as in the examples: Stockfish over UCI, and ScienceWorld's Java."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to one environment happens in turn: calls, resets and its end, waited for or not."""
+"""Serialization of an environment's calls, resets and release, whether they are awaited or not."""
 
 from __future__ import annotations
 

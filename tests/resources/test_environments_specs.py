@@ -1,4 +1,4 @@
-"""The specs of environments: what is a value, what is refused, and what can travel."""
+"""Specs of environments: comparable values, refusals, and pickling."""
 
 from __future__ import annotations
 

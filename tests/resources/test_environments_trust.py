@@ -1,4 +1,4 @@
-"""What a simulator in a process of its own says runs nothing here, and it has nothing of this process's or the last."""
+"""Trust: a simulator process cannot run code in this process, and sees no state of it or of the last owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parking: an instance is frozen while nobody uses it, and thawed for whoever does, whatever goes on meanwhile."""
+"""Freezing: an idle instance is frozen and thawed for its next use, also with concurrent events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sandboxes that are frozen while nobody uses them: they take no processor time, work on, and can always be removed."""
+"""Frozen sandboxes: they use no processor time, work after thawing, and can always be removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judges that put responses in order: the order becomes scores, and a slip of the judge becomes none."""
+"""Judges that rank responses: the ranking becomes scores, and an invalid one becomes none."""
 
 from __future__ import annotations
 

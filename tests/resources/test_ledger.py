@@ -1,4 +1,4 @@
-"""The ledger, and the removal of what dead processes left behind."""
+"""The ledger, and the removal of resources of dead processes."""
 
 from __future__ import annotations
 

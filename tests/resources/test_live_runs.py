@@ -1,4 +1,4 @@
-"""What the live runs on a machine have can be seen from any process, whatever state they are in."""
+"""Live runs on a machine: any process can see what they hold, in any state."""
 
 from __future__ import annotations
 

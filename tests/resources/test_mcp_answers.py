@@ -1,4 +1,4 @@
-"""Whatever an MCP server answers is a sound result, an error of the call, or a failure of infrastructure."""
+"""Answers of MCP servers: each is a valid result, an error of the call, or an infrastructure failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers of the Model Context Protocol are started, kept and ended in good order, whatever they do."""
+"""MCP servers: start, operation and end, also if they misbehave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model APIs as tools and rewards meet them: specs, the resource in its engine, the judge, and what nobody may see."""
+"""Model APIs in tools and rewards: specs, the resource in its engine, the judge, and secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client of model APIs: one call, and what is made of each way in which the far side fails."""
+"""The client of model APIs: one call, and the error for each way in which the server fails."""
 
 from __future__ import annotations
 

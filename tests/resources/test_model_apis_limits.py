@@ -1,4 +1,4 @@
-"""How calls of model APIs wait for their turn, keep pauses and are tried again, and how processes share the limits."""
+"""Limits of model APIs: waiting, pauses, retries, and limits shared by processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The traffic of a model API: whatever happens in whatever order, the far side never counts more than is allowed."""
+"""Random histories of model API calls: the server never counts more than is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model servers are started, kept alive and ended in good order, whatever they do; against a stand-in for a server."""
+"""Model servers: start, operation and end, also if they misbehave; with a fake server."""
 
 from __future__ import annotations
 

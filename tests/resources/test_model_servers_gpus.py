@@ -1,4 +1,4 @@
-"""GPUs are shared out among model servers: no two on one, unless they share it."""
+"""Placement of model servers on GPUs: no two share one, unless they may."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `ModelServerSpec` takes, refuses, shows and turns into."""
+"""ModelServerSpec: its settings, refusals, display, and command line."""
 
 from __future__ import annotations
 

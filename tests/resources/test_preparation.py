@@ -1,4 +1,4 @@
-"""What instances need before they can start is prepared once, and ahead of time where that is asked."""
+"""Preparation: what instances need before they start is prepared once, and ahead of time on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which resource a spec describes, and which specs there can be."""
+"""The registry of resource kinds: which resource a spec describes, and which specs are possible."""
 
 from __future__ import annotations
 

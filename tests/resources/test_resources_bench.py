@@ -1,4 +1,4 @@
-"""The bench of resources gives plain numbers, and tables of them; the optimum that pools are held against is one."""
+"""The bench of resources reports plain numbers and tables; its optimum for pools is a true one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler, driven by hand: what it decides and in which order."""
+"""The scheduler, driven step by step: its decisions and their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long random histories of the scheduler, with its invariants checked after each step by books of their own."""
+"""Long random histories of the scheduler, with its invariants checked after each step by an independent model."""
 
 from __future__ import annotations
 

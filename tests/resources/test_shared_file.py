@@ -1,4 +1,4 @@
-"""A shared file is read whole or not at all, whoever writes, is killed or removes it meanwhile."""
+"""A shared file is read completely or not at all, also if writers are killed or remove it meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Specs are the same only if their values and the types of these are: nobody gets an instance made for another spec."""
+"""Specs are equal only if their values and types are, so nobody gets an instance of another spec."""
 
 from __future__ import annotations
 

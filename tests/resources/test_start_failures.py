@@ -1,4 +1,4 @@
-"""What a backend refuses for a while costs time and no request, and what it refuses for good is told soon."""
+"""Start failures: temporary ones cost only time, and permanent ones are reported soon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TarReader: what GNU tar writes is read as it is, and what was made to break a reader is refused in bounded work."""
+"""TarReader: it reads what GNU tar writes, and refuses hostile archives in bounded work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The removal of trees that somebody else has made."""
+"""Removal of directory trees that other programs made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unpacking: nothing outside the directory is touched, whatever an archive holds, and no more is done than may be."""
+"""Unpacking: no archive touches anything outside the directory, and the work is bounded."""
 
 from __future__ import annotations
 

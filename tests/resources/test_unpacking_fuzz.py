@@ -1,4 +1,4 @@
-"""Unpacking random archives: nothing outside is touched, and nothing is raised but what says that they are bad."""
+"""Unpacking of random archives: nothing outside is touched, and only errors about bad archives are raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Virtual time: it jumps over waits, and stands still for threads."""
+"""Virtual time: it skips waits, and stops while threads work."""
 
 from __future__ import annotations
 

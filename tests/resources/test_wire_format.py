@@ -1,4 +1,4 @@
-"""Plain data comes back as it was, and bytes of whatever kind give a value or are malformed, and run nothing."""
+"""The wire format: data keeps its values and types, and arbitrary bytes give a value or an error and run nothing."""
 
 from __future__ import annotations
 

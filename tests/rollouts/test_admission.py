@@ -1,4 +1,4 @@
-"""When rollouts begin: as many as may, fewer while resources are short, and evaluation before training."""
+"""Admission: as many rollouts begin as may, fewer while resources are short, and evaluation before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The states of turns as text, worked out from a trajectory, are those that its anchors name."""
+"""Anchor states: the text that is derived from a trajectory belongs to its anchors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users pass to run, evaluate, Runner and Agent: names that there are not, and policies that are not open."""
+"""Arguments of run, evaluate, Runner and Agent: unknown names, and policies that are not open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches: what was asked for comes as it finishes, more can be asked for, and whoever has enough may stop."""
+"""Batches: rollouts are delivered as they finish, more can be added, and the caller may stop early."""
 
 from __future__ import annotations
 

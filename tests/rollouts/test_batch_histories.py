@@ -1,4 +1,4 @@
-"""Long random histories of batches: whatever is asked for, nothing is lost, handed out twice, or left behind."""
+"""Long random histories of batches: nothing is lost, delivered twice, or left behind."""
 
 from __future__ import annotations
 

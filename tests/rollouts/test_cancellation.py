@@ -1,4 +1,4 @@
-"""Cancelled rollouts: whatever tools, rewards and policies make of it, they end as cancelled, and in bounded time."""
+"""Cancelled rollouts end as cancelled and in bounded time, whatever tools, rewards and policies do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat formats under evil texts: none is a control token, ids only grow, and the mask is what was sampled."""
+"""Chat formats with hostile texts: none becomes a control token, ids only grow, and the mask covers sampled ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts by a policy that takes and returns messages: what is said, and what is known of the tokens."""
+"""Rollouts with a policy that takes and returns messages: their text, and their tokens as far as known."""
 
 from agentfly.agents.agent import Agent
 from agentfly.agents.tool_decorator import tool

@@ -1,4 +1,4 @@
-"""Runs: rollouts side by side, as they finish, in their order, and no more of them than may be."""
+"""Concurrent rollouts: delivery as they finish or in order, and the limit on their number."""
 
 import asyncio
 

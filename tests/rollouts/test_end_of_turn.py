@@ -1,4 +1,4 @@
-"""Where a turn ends: at every id at which the model's tokenizer or its generation settings have it stop."""
+"""The end of a turn: every id at which the model's tokenizer or its generation settings stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates agree with brute force, with tables of the books, and hold the truth as often as they say."""
+"""Estimates of evaluations agree with brute force and published tables, and cover the truth as often as stated."""
 
 from __future__ import annotations
 

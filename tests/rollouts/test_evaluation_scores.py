@@ -1,4 +1,4 @@
-"""Scores by task, and two evaluations beside one another: what has no score is in no number, and is counted."""
+"""Scores by task, and two evaluations compared: unscored attempts are counted, and are in no estimate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run stops because infrastructure spoils it."""
+"""The failure budget: when infrastructure failures stop a run."""
 
 from __future__ import annotations
 

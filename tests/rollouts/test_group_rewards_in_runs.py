@@ -1,4 +1,4 @@
-"""Group rewards in runs: attempts are played each by itself, and scored together when the last has ended."""
+"""Group rewards in runs: attempts run separately, and are scored together once the last has ended."""
 
 import asyncio
 

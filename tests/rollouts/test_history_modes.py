@@ -1,4 +1,4 @@
-"""What becomes of the past: thoughts that templates drop, calls that they shape, and sequences that break."""
+"""The history modes: dropped reasoning, rewritten calls, and sequence breaks."""
 
 import copy
 

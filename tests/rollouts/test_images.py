@@ -1,4 +1,4 @@
-"""Images in rollouts: they travel with their placeholder tokens, both or neither."""
+"""Images in rollouts: an image and its placeholder tokens are kept or cut together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images by the image processors and chat templates of real models: as many placeholders as the model fills."""
+"""Images with the image processors and chat templates of real models: as many placeholders as the model fills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thousands of rollouts in one process: each waits only for itself, and none costs much."""
+"""Thousands of rollouts in one process: each waits only for its own needs, and costs little."""
 
 from __future__ import annotations
 

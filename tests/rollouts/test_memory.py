@@ -1,4 +1,4 @@
-"""Memory in rollouts: what the model sees at each turn, and where its tokens stand, under both strategies."""
+"""Memory in rollouts: the view and the tokens of each turn, under both strategies."""
 
 import asyncio
 import inspect

@@ -1,4 +1,4 @@
-"""Numbers over a batch: what was cancelled or spoiled is in no mean, and why rollouts ended is counted."""
+"""Metrics of a batch: cancelled and failed rollouts are in no mean, and finish reasons are counted."""
 
 from __future__ import annotations
 

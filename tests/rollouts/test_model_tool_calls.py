@@ -1,4 +1,4 @@
-"""Agents that call tools in the format of which their model's chat template speaks."""
+"""Agents that call tools in the format of their model's chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preflight: what a run needs is tried before any long work, and what does not work is told with its cure."""
+"""The preflight check: it tries everything that a run needs, and reports failures with the cure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real tokenizers and templates: what is sent turn by turn is what the template writes, and text stays text."""
+"""Real tokenizers and templates: rendering turn by turn equals the template's, and text stays text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stored trajectories are scored anew, with what is left of their rollouts."""
+"""Rescoring of stored trajectories, with the data that their rollouts left."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What rollouts hold: frozen while the model thinks, and counted in the numbers of the run."""
+"""Resources of rollouts: frozen while the model generates, and counted in the run's metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rollout loop: turns, limits, typed ends, and failures that end one rollout only."""
+"""The rollout loop: turns, limits, finish reasons, and failures that end one rollout only."""
 
 import asyncio
 import json

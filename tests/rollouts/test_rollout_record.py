@@ -1,4 +1,4 @@
-"""Rollouts that had finished are not run again, whatever became of the process that ran them."""
+"""The rollout record: finished rollouts are not run again, however their process ended."""
 
 from __future__ import annotations
 

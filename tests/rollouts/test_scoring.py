@@ -1,4 +1,4 @@
-"""What a rollout is worth, turn by turn and in all, and what leaves it unscored."""
+"""Scoring of rollouts: scores of turns and of the whole, and reasons to leave a rollout unscored."""
 
 import contextlib
 import math

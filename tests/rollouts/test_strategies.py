@@ -1,4 +1,4 @@
-"""Both strategies on the same agent: turns, anchors and limits, and the rows that come of them."""
+"""Both strategies with the same agent: turns, anchors, limits, and the resulting rows."""
 
 import json
 

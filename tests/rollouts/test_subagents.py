@@ -1,4 +1,4 @@
-"""Subagents: agents that answer the calls of others, in the same rollout and on the same record."""
+"""Subagents: agents that answer calls of other agents, in the same rollout and record."""
 
 import asyncio
 from dataclasses import replace

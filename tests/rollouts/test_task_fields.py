@@ -1,4 +1,4 @@
-"""A field that tools or reward ask for and a task lacks is found before the first generation, and leaves no files."""
+"""Missing task fields of tools or rewards are found before the first generation, and no files are left."""
 
 from __future__ import annotations
 

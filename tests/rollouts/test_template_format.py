@@ -1,4 +1,4 @@
-"""The chat format derived from a template: what is rendered alone equals the whole, and text stays text."""
+"""The chat format derived from a template: its parts equal the whole rendering, and text stays text."""
 
 import jinja2
 import pytest

@@ -1,4 +1,4 @@
-"""The audit of tokens: what re-tokenizing would have changed, and whether what was kept is what was sampled."""
+"""The token audit: what re-tokenizing would change, and whether the recorded tokens are the sampled ones."""
 
 from __future__ import annotations
 

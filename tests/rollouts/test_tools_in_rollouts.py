@@ -1,4 +1,4 @@
-"""What tools keep and give in whole rollouts: instances of classes, limits in the policy's tokens, images."""
+"""Tools in whole rollouts: instances of classes, limits in the policy's tokens, images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations rendered for a model: ids and masks are those of a rollout in which it had said the same itself."""
+"""Conversations rendered for a model: ids and masks equal those of the model's own rollout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users' code raises that is no `Exception` ends a rollout at most, and never leaves a run waiting."""
+"""Exceptions of user code that are not an `Exception`: they end one rollout at most, and never block a run."""
 
 from __future__ import annotations
 

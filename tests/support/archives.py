@@ -1,4 +1,4 @@
-"""Archives for tests: honest ones, and such as no program writes."""
+"""Archives for tests: valid ones, and hostile ones that no program writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates with a vocabulary of bytes, texts that try to be control tokens, and the same in harmless."""
+"""Chat templates over bytes, hostile texts that spell control tokens, and harmless texts of the same form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server of the Model Context Protocol over HTTP whose every answer a test decides: the protocol of 2025."""
+"""A fake MCP server over HTTP whose answers the test determines, with the protocol of 2025."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of what can be repeated without end a run of the tests repeats."""
+"""The number of repetitions of random tests in a test run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Virtual time: run asyncio code whose sleeps and time-outs take no time, always in the same order."""
+"""Virtual time: asyncio code runs with sleeps and timeouts that take no time, in a repeatable order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The depot: solvable by its tools, by nothing else, and the same state has the same name wherever it is met."""
+"""The depot: solvable only by its tools, with equal anchors for equal states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stockroom: solvable by its tools, by nothing else, and honest about what is held out."""
+"""The stockroom: solvable only by its tools, with separate held-out tasks."""
 
 from __future__ import annotations
 

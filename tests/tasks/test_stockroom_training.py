@@ -1,4 +1,4 @@
-"""What the demo promises: trained as its configuration says, the agent gets better at tasks it has not met."""
+"""The demo: after training with its configuration, the agent is better at held-out tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model that comes with the package: it knows how to play, and not how to win."""
+"""The shipped model: it can call tools, and does not win without training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of training have in common."""
+"""Fixtures of training tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of attempts that are made up."""
+"""Synthetic groups of attempts."""
 
 from __future__ import annotations
 

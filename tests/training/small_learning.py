@@ -1,4 +1,4 @@
-"""A small random model, rows as if it had sampled them, and a learner of it."""
+"""A small random model, rows as if it had sampled them, and a learner for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training adapters in place of all weights: what moves, what the policy samples with, and what a checkpoint holds."""
+"""Training of adapters: which weights change, what the policy samples with, and the checkpoint's content."""
 
 from __future__ import annotations
 

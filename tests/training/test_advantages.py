@@ -1,4 +1,4 @@
-"""Advantages against numbers worked by hand, and by property."""
+"""Advantages: values computed by hand, and properties."""
 
 from __future__ import annotations
 

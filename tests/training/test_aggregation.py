@@ -1,4 +1,4 @@
-"""Aggregation: any split into micro-batches and any padding gives the same number and the same gradient."""
+"""Aggregation: any split into micro-batches and any padding gives the same value and gradient."""
 
 from __future__ import annotations
 

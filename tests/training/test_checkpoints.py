@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there, and bring back what was saved."""
+"""Checkpoints are complete or absent, and restore what was saved."""
 
 from __future__ import annotations
 

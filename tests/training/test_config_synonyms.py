@@ -1,4 +1,4 @@
-"""Settings are found under the names that other frameworks have for them."""
+"""Settings under the names of other frameworks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollout correction and its metrics, against numbers worked by hand."""
+"""Rollout correction and its metrics: values computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The critic: where its values are read, what it learns, and that runs with one go on where they stopped."""
+"""The critic: the positions of its values, its learning, and resuming."""
 
 from __future__ import annotations
 

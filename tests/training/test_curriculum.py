@@ -1,4 +1,4 @@
-"""A curriculum draws each epoch by what came of the tasks before, and draws it again after a resume."""
+"""A curriculum draws each epoch by earlier results, and draws the same after a resume."""
 
 from __future__ import annotations
 

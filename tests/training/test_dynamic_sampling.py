@@ -1,4 +1,4 @@
-"""What a group of attempts teaches: dynamic sampling drops what teaches nothing, and nothing else."""
+"""Dynamic sampling drops groups without an advantage, and no others."""
 
 from __future__ import annotations
 

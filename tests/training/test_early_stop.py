@@ -1,4 +1,4 @@
-"""What evaluations say of a run: the best step, when it has seen enough, and which checkpoint is kept."""
+"""Early stopping: the best step, when a run has converged, and which checkpoint is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every setting of a training run changes something; a new one needs a line here that says how that is seen."""
+"""Every setting of a training run has an effect. A new setting needs a line here that names the test of it."""
 
 from __future__ import annotations
 
@@ -162,7 +162,9 @@ SHOWN: dict[str, str] = {
         "test_early_stop.py::test_a_run_that_looks_at_another_metric_from_now_on_compares_it_with_itself_alone"
     ),
     "early_stop": "test_early_stop.py::test_a_target_that_is_met_before_the_first_step_leaves_the_model_as_it_is",
-    "early_stop.target": "test_early_stop.py::test_a_target_that_is_met_before_the_first_step_leaves_the_model_as_it_is",
+    "early_stop.target": (
+        "test_early_stop.py::test_a_target_that_is_met_before_the_first_step_leaves_the_model_as_it_is"
+    ),
     "early_stop.patience": (
         "test_early_stop.py::test_patience_ends_a_run_with_a_checkpoint_and_more_patience_goes_on_with_it"
     ),

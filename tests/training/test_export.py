@@ -1,4 +1,4 @@
-"""Exported models: plain Hugging Face directories that say what their checkpoints say, or are not there."""
+"""Exported models: plain Hugging Face directories equal to their checkpoints, complete or absent."""
 
 from __future__ import annotations
 

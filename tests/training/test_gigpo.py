@@ -1,4 +1,4 @@
-"""GiGPO against numbers worked by hand."""
+"""GiGPO: values computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal: what has ended is found again, whatever became of the process that ran it."""
+"""The journal: finished work is found again, however its process ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training process that is killed, at any moment, goes on as if nothing had been, and runs nothing twice."""
+"""A training process that is killed at any moment resumes with the same result, and repeats no finished work."""
 
 from __future__ import annotations
 

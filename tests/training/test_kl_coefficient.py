@@ -1,4 +1,4 @@
-"""The adaptive coefficient, against numbers worked by hand."""
+"""The adaptive KL coefficient: values computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divergence from a reference, against numbers worked by hand and by property."""
+"""KL divergence from a reference: values computed by hand, and properties."""
 
 from __future__ import annotations
 

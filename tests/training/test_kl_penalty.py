@@ -1,4 +1,4 @@
-"""The divergence from the policy before training, in the loss and in the reward."""
+"""The KL penalty, in the loss and in the reward."""
 
 from __future__ import annotations
 

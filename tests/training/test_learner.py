@@ -1,4 +1,4 @@
-"""The learner on a small random model: what moves the weights, and what must not."""
+"""The learner with a small random model: what changes the weights, and what does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of losses and of rollout correction, on a small random model: each moves what it should."""
+"""Settings of losses and of rollout correction with a small random model: each has its effect."""
 
 from __future__ import annotations
 

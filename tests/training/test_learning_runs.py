@@ -1,4 +1,4 @@
-"""Runs that train all weights, adapters, or a critic besides: what they leave, and that they go on to the bit."""
+"""Runs that train all weights, adapters, or a critic: their files, and bit-exact resuming."""
 
 from __future__ import annotations
 

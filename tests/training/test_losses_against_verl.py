@@ -1,4 +1,4 @@
-"""Losses, aggregation, divergences, value loss and rollout correction: values and gradients are those of verl."""
+"""Losses, aggregation, divergences, value loss and rollout correction: values and gradients equal verl's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guide's tables of metrics have each that the code emits, and no other."""
+"""The guide's tables of metrics list exactly the metrics that the code emits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a batch is divided."""
+"""The division of a batch into mini-batches."""
 
 from __future__ import annotations
 

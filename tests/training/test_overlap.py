@@ -1,4 +1,4 @@
-"""Rollouts that run ahead of the training, refills, and what a step is made of."""
+"""Rollouts that run ahead of training, refills, and the content of a step."""
 
 from __future__ import annotations
 

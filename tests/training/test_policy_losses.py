@@ -1,4 +1,4 @@
-"""Policy losses against numbers worked by hand."""
+"""Policy losses: values computed by hand."""
 
 from __future__ import annotations
 

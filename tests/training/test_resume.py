@@ -1,4 +1,4 @@
-"""What may be gone on with, and what is forgotten before it is done again."""
+"""Resuming: which runs can be resumed, and what is dropped before it is repeated."""
 
 from __future__ import annotations
 

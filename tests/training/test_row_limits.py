@@ -1,4 +1,4 @@
-"""Trajectories and rows that are too long: the penalty on the reward, and the cut."""
+"""Trajectories and rows beyond the length limits: the penalty on the reward, and the cut."""
 
 from __future__ import annotations
 

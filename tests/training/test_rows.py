@@ -1,4 +1,4 @@
-"""Rows: which trajectories give them, and what they carry."""
+"""Rows: which trajectories produce them, and what they contain."""
 
 from __future__ import annotations
 

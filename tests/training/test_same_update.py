@@ -1,4 +1,4 @@
-"""What must not change an update: how a batch is cut, in which order its rows come, and what is kept in memory."""
+"""An update does not depend on micro-batches, the order of rows, or what is kept in memory."""
 
 from __future__ import annotations
 

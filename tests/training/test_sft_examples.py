@@ -1,4 +1,4 @@
-"""What a warm start learns from: the trajectories that won, by their own ids or rendered, whole tasks held out."""
+"""Examples of a warm start: successful trajectories, with their own ids or rendered, and held-out tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of tasks: every task once an epoch, and the same again from any cursor."""
+"""The order of tasks: every task once per epoch, and the same order from any cursor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trackers: what each is told of a run, that none stops or slows one, and the real packages, without a network."""
+"""Trackers: what each receives, none stops or slows a run; with the real packages, offline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""train: one blocking call that leaves a whole run directory."""
+"""train: one blocking call that leaves a complete run directory."""
 
 from __future__ import annotations
 

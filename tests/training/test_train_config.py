@@ -1,4 +1,4 @@
-"""TrainConfig refuses what cannot be meant, and says what to do."""
+"""TrainConfig refuses contradictory settings, with the cure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer end to end on the shipped tiny model: what a step does, what it leaves, and how it stops."""
+"""The trainer end to end with the shipped tiny model: a step, its files, and stopping."""
 
 from __future__ import annotations
 

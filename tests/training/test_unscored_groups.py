@@ -1,4 +1,4 @@
-"""What has no score is in no baseline and no loss, and no score shifts to a sibling."""
+"""Unscored attempts are in no baseline and no loss, and no score moves to another attempt."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A setting that nothing reads is refused; what reads it, or does what it was meant to do, is named."""
+"""A setting without effect is refused, and the error names the setting that has the wanted effect."""
 
 from __future__ import annotations
 

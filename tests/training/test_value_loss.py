@@ -1,4 +1,4 @@
-"""The critic's loss, against numbers worked by hand."""
+"""The critic's loss: values computed by hand."""
 
 from __future__ import annotations
 

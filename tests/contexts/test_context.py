@@ -20,7 +20,7 @@ from agentfly.core.errors import (
 from agentfly.core.task import Task
 from agentfly.core.trajectory import Trajectory, Turn
 from agentfly.resources.engine.engine import ResourceEngine
-from agentfly.resources.kind import register
+from agentfly.resources.kind import ResourceKind
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.spec import ResourceSpec
 
@@ -43,10 +43,8 @@ class Box(Resource):
 
 @dataclass(frozen=True, kw_only=True)
 class BoxSpec(ResourceSpec[Box]):
+    kind = ResourceKind("test-box", Box)
     colour: str = field(default="red")
-
-
-register(BoxSpec, Box, kind="test-box")
 
 
 @pytest.fixture

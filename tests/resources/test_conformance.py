@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from agentfly.resources.kind import register
+from agentfly.resources.kind import ResourceKind
 from agentfly.resources.process.procfs import start_time
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.spec import ResourceSpec
@@ -36,6 +36,7 @@ async def test_the_fake_resource_keeps_the_contract():
 class SleepSpec(ResourceSpec):
     """A real process, kept or broken in one way."""
 
+    kind = ResourceKind("sleep", f"{__name__}:Sleep", reap="sleep_for_conformance:end_sleep")
     fault: str = ""
 
     @property
@@ -141,9 +142,6 @@ def end_sleep(traces):
         subprocess.run(["kill", "-9", str(traces["pid"])], check=True)
         while start_time(traces["pid"]) is not None:
             pass
-
-
-register(SleepSpec, Sleep, kind="sleep", reap="sleep_for_conformance:end_sleep")
 
 
 @pytest.fixture(autouse=True)

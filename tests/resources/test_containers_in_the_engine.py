@@ -21,7 +21,7 @@ from agentfly.resources.containers.runtime_directory import runtime_directory
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.engine import orphans
 from agentfly.resources.engine.engine import ResourceEngine
-from agentfly.resources.kind import register
+from agentfly.resources.kind import ResourceKind
 from agentfly.resources.process.procfs import descendants
 from agentfly.resources.resource import Status
 
@@ -114,7 +114,7 @@ async def test_a_sandbox_that_never_gets_up_fails_in_time_and_keeps_nobody_waiti
         made.append(instance)
         return Container(spec, instance, backend=Bubblewrap(stuck))
 
-    register(StuckSpec, make, kind="container", reap=reap)
+    StuckSpec.kind = ResourceKind("container", make, reap=reap)
     async with ResourceEngine(ledger=tmp_path) as engine:
         spec = replace(SPEC, capacity=9)
         starts = [engine.acquire(spec, f"healthy-{n}") for n in range(9)]

@@ -16,8 +16,8 @@ from agentfly.resources.containers.capabilities import Capabilities
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.environments.spec import EnvironmentSpec
-from agentfly.resources.kind import create_resource
 from agentfly.resources.model_server.spec import ModelServerSpec
+from agentfly.resources.spec import create_resource
 
 
 def test_specs_are_values_and_make_containers() -> None:

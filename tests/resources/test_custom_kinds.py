@@ -12,7 +12,7 @@ import pytest
 
 from agentfly.core.errors import ResourceStartError
 from agentfly.resources.engine.engine import ResourceEngine
-from agentfly.resources.kind import register
+from agentfly.resources.kind import ResourceKind
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.spec import ResourceSpec
 
@@ -50,6 +50,7 @@ def fails(*_: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnSpec(ResourceSpec[Own]):
+    kind = ResourceKind("own", Own)
     resetting: Any = well
     stating: Any = well
     releasing: Any = well
@@ -59,11 +60,7 @@ class OwnSpec(ResourceSpec[Own]):
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSpec(OwnSpec):
-    pass
-
-
-register(OwnSpec, Own, kind="own")
-register(SyncSpec, StartsInSync, kind="own-sync")
+    kind = ResourceKind("own-sync", StartsInSync)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from agentfly.core.errors import (
 from agentfly.core.events import EventStream
 from agentfly.resources.engine import instances
 from agentfly.resources.engine.engine import Budget, ResourceEngine
-from agentfly.resources.kind import register
+from agentfly.resources.kind import ResourceKind
 from agentfly.resources.process.ledger import Ledger
 from agentfly.resources.resource import Resource, Scope, Status
 from agentfly.resources.spec import ResourceSpec
@@ -160,10 +160,7 @@ class Shelf(FakeResource):
 
 @dataclass(frozen=True, kw_only=True)
 class ShelfSpec(FakeSpec):
-    pass
-
-
-register(ShelfSpec, Shelf, kind="shelf")
+    kind = ResourceKind("shelf", Shelf)
 
 
 def test_a_leased_resource_passes_for_the_resource_itself(play):
@@ -247,10 +244,7 @@ class Pages(FakeResource):
 
 @dataclass(frozen=True, kw_only=True)
 class PagesSpec(FakeSpec):
-    pass
-
-
-register(PagesSpec, Pages, kind="pages")
+    kind = ResourceKind("pages", Pages)
 
 
 def test_code_of_a_resource_that_runs_after_its_method_has_returned_ends_with_the_lease(play):
@@ -318,10 +312,9 @@ def test_the_steps_of_a_generator_count_as_use(play):
 
     @dataclass(frozen=True, kw_only=True)
     class SlowSpec(FakeSpec):
-        pass
+        kind = ResourceKind("slow", Slow)
 
     async def scene(engine):
-        register(SlowSpec, Slow, kind="slow")
         for _ in (await engine.acquire(SlowSpec(), "a")).resource.steps():
             await asyncio.sleep(1)
         assert engine.occupancy()["fake"].busy_seconds == pytest.approx(6)
@@ -922,7 +915,7 @@ async def test_specs_that_cannot_be_used_are_refused_with_the_cure(tmp_path):
     async with ResourceEngine(ledger=tmp_path) as engine:
         with pytest.raises(UsageError, match="tuple for a list"):
             await engine.acquire(ListSpec(), "a")
-        with pytest.raises(UsageError, match="register"):
+        with pytest.raises(UsageError, match="ResourceKind"):
             await engine.acquire(UnknownSpec(), "a")
         with pytest.raises(UsageError, match="takes a ResourceSpec"):
             await engine.acquire("python:3.11", "a")  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from agentfly.core.task import Task
 from agentfly.core.trajectory import Trajectory
 from agentfly.resources.engine.engine import ResourceEngine
 from agentfly.resources.engine.freezer import CHANGE_TIMEOUT_S, FREEZE_AFTER_S
-from agentfly.resources.kind import register
+from agentfly.resources.kind import ResourceKind
 from agentfly.resources.resource import Resource, Scope, Status
 from agentfly.resources.spec import ResourceSpec
 from agentfly.testing.fake_resource import FakeBackend, FakeResource, FakeSpec, no_faults
@@ -279,19 +279,17 @@ class Stone(Resource):
 
 @dataclass(frozen=True, kw_only=True)
 class StoneSpec(ResourceSpec[Stone]):
-    pass
+    kind = ResourceKind("stone", Stone)
 
 
 class MadeStoneSpec(StoneSpec):
-    pass
+    kind = ResourceKind("stone", partial(Stone))  # a factory: the error comes at its start
 
 
 async def test_a_kind_that_cannot_freeze_says_so_at_once_with_the_cure(tmp_path):
-    register(StoneSpec, Stone, kind="stone")
     async with ResourceEngine(ledger=tmp_path) as engine:
         with pytest.raises(ConfigError, match=r"stone cannot be frozen\. Write idle='run'"):
             await engine.acquire(StoneSpec(idle="freeze"), "a")
-        register(MadeStoneSpec, partial(Stone), kind="stone")  # a factory: it is found out at its start
         with pytest.raises(ResourceStartError, match="stone cannot be frozen"):
             await engine.acquire(MadeStoneSpec(idle="freeze"), "a")
     with pytest.raises(ConfigError, match="'run' or 'freeze'"):
@@ -387,10 +385,9 @@ def test_sync_methods_and_async_iterations_count_as_use(play):
 
     @dataclass(frozen=True, kw_only=True)
     class TalkingSpec(FakeSpec):
-        pass
+        kind = ResourceKind("talking", Talking)
 
     async def scene(engine, _):
-        register(TalkingSpec, Talking, kind="talking")
         lease = await engine.acquire(TalkingSpec(idle="freeze"), "a")
         await asyncio.sleep(A_MOMENT)
         assert [word async for word in lease.resource.talk()] == ["one", "two"]

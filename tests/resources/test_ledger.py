@@ -380,14 +380,14 @@ KIND = """
     from pathlib import Path
     from agentfly.resources.engine.engine import ResourceEngine
     from agentfly.resources.process.procfs import start_time
-    from agentfly.resources.kind import register
+    from agentfly.resources.kind import ResourceKind
     from agentfly.resources.resource import Resource, Status
     from agentfly.resources.spec import ResourceSpec
 
 
     @dataclass(frozen=True, kw_only=True)
     class SleepSpec(ResourceSpec):
-        pass
+        kind = ResourceKind("sleep", "sleep_kind:Sleep", reap="sleep_kind:end")
 
 
     class Sleep(Resource):
@@ -414,9 +414,6 @@ KIND = """
     def end(traces):
         if traces and start_time(traces["pid"]) == traces["started"]:
             os.kill(traces["pid"], 9)
-
-
-    register(SleepSpec, Sleep, kind="sleep", reap=end)
 
 
     async def main(state):

@@ -27,10 +27,10 @@ from agentfly.core.errors import (
 from agentfly.core.events import Event, EventStream
 from agentfly.core.trajectory import save_trajectories
 from agentfly.resources.engine.engine import ResourceEngine
-from agentfly.resources.kind import create_resource
 from agentfly.resources.model_api.judge import read_score
 from agentfly.resources.model_api.model_api import ModelAPI, ModelAPISpec
 from agentfly.resources.model_api.responses import ChatCompletion
+from agentfly.resources.spec import create_resource
 from agentfly.testing import fake_openai_server as behaviour
 from agentfly.testing.fake_openai_server import FakeOpenAIServer, error_reply, text_reply
 from agentfly.testing.resource_conformance import check_resource

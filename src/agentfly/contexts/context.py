@@ -28,9 +28,8 @@ from agentfly.core.threads.pool import THREAD_POOL
 from agentfly.core.trajectory import Trajectory
 from agentfly.resources.engine.engine import ResourceEngine
 from agentfly.resources.engine.lease import Lease
-from agentfly.resources.kind import validate_spec
 from agentfly.resources.resource import Resource, Scope
-from agentfly.resources.spec import ResourceSpec
+from agentfly.resources.spec import ResourceSpec, validate_spec
 
 R_co = TypeVar("R_co", covariant=True)
 

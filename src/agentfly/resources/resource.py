@@ -108,7 +108,7 @@ class Resource(ABC):
         """Data with which a later process can remove this instance if this process dies: process ids, directories.
 
         JSON-able; empty while nothing would outlive this process. The engine writes it to the ledger before `start` and
-        again after it. The kind's registered ``reap`` function receives it.
+        again after it. The kind's ``reap`` function receives it.
         """
         return {}
 

@@ -10,10 +10,11 @@ from dataclasses import MISSING, dataclass, fields
 from datetime import datetime, time
 from decimal import Decimal
 from numbers import Integral
-from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Self, TypeAlias, TypeVar, cast
 
-from agentfly.core.errors import ConfigError, suggest_name, type_of
+from agentfly.core.errors import ConfigError, UsageError, suggest_name, type_of
 from agentfly.core.numbers import is_duration, is_finite_number, parse_byte_size
+from agentfly.resources.kind import ResourceKind
 from agentfly.resources.resource import Resource
 
 _BY_REPR = (float, complex, Decimal, datetime, time)
@@ -54,6 +55,7 @@ def _typed_fields(value: Any) -> Iterator[Hashable]:
 EnvironmentVariables: TypeAlias = Mapping[str, str] | tuple[tuple[str, str], ...]
 """A mapping, or pairs, of names and values. A spec keeps them as pairs, in the order of their names."""
 
+R = TypeVar("R", bound=Resource)
 R_co = TypeVar("R_co", bound=Resource, covariant=True)
 
 
@@ -62,8 +64,8 @@ class ResourceSpec(Generic[R_co]):
     """A frozen, hashable, picklable description of a resource. The whole spec is the key of its pool.
 
     Two specs that differ in any field never share an instance. Values of different types differ: ``1``, ``1.0`` and
-    ``True`` are three arguments. A new kind of resource needs a subclass of this class, a subclass of `Resource`, and a
-    call of `agentfly.resources.kind.register`.
+    ``True`` are three arguments. A new kind of resource needs a subclass of this class, whose attribute
+    ``kind`` names a subclass of `Resource`.
 
     Args:
         capacity: maximum number of instances alive at once, including those that start, reset or stop.
@@ -91,9 +93,14 @@ class ResourceSpec(Generic[R_co]):
         check_interval_s: seconds between two health checks of an idle or leased instance; None for a check only after a
             reset.
 
+    Attributes:
+        kind: the resource class that implements the spec class, and the function that removes its orphans.
+
     Raises:
         ConfigError: a field has an invalid value.
     """
+
+    kind: ClassVar[ResourceKind]
 
     capacity: int = 8
     warm: int = 0
@@ -272,6 +279,84 @@ class ResourceSpec(Generic[R_co]):
     def memory_bytes(self) -> int:
         """`memory` in bytes."""
         return parse_byte_size(self.memory)
+
+
+def kind_of(spec: ResourceSpec[Any]) -> ResourceKind:
+    """Return the kind of a spec.
+
+    Raises:
+        UsageError: its class names none.
+    """
+    kind = getattr(type(spec), "kind", None)
+    if isinstance(kind, ResourceKind):
+        return kind
+    name = type(spec).__name__
+    raise UsageError(
+        f"{name} names no resource. Write a subclass of Resource, and its address in the class attribute `kind` of "
+        f"{name}: kind = ResourceKind('my kind', 'my_module:MyResource')."
+    )
+
+
+def create_resource(spec: ResourceSpec[R], instance: str) -> R:
+    """Create an instance of ``spec``, without starting it.
+
+    Raises:
+        UsageError: the spec's class names no kind, or its resource class cannot be imported.
+    """
+    return cast(R, kind_of(spec).load_resource_type()(spec, instance))
+
+
+async def prepare(spec: ResourceSpec[Any]) -> None:
+    """Bring the prerequisites of instances of ``spec`` to this machine.
+
+    Raises:
+        UsageError: the spec's class names no kind, or its resource class has no ``prepare``.
+        Exception: any error of the resource class's ``prepare``.
+    """
+    resource_type = kind_of(spec).load_resource_type()
+    function = getattr(resource_type, "prepare", None)
+    if function is None:
+        raise UsageError(
+            f"{type(spec).__name__} has a preparation_key, but {resource_type!r} has no prepare(spec). Name the "
+            "resource class in `kind`, or give the function such an attribute."
+        )
+    await function(spec)
+
+
+def validate_spec(spec: ResourceSpec[Any]) -> None:
+    """Check that instances of ``spec`` can be requested, as far as this is known before a start.
+
+    Raises:
+        UsageError: it is not a spec, its class names no kind, or it cannot be hashed.
+        ConfigError: it requests a feature that its kind does not have.
+    """
+    if not isinstance(spec, ResourceSpec):
+        got = f"the class {spec.__name__}: create one, {spec.__name__}(…)" if isinstance(spec, type) else _shown(spec)
+        raise UsageError(f"acquire() takes a ResourceSpec, for instance ContainerSpec(memory='1GiB'), and got {got}.")
+    kind = kind_of(spec)
+    if spec.idle == "freeze":
+        resource_type = kind.load_resource_type()
+        if isinstance(resource_type, type) and issubclass(resource_type, Resource) and not resource_type.can_freeze:
+            raise freeze_not_supported(spec)
+    try:
+        hash(spec)
+    except TypeError as error:
+        raise UsageError(
+            f"{type(spec).__name__} cannot be hashed ({error}), but the whole spec is the key of its pool. Give a "
+            "tuple for a list and pairs for a dict."
+        ) from error
+
+
+def _shown(value: object) -> str:
+    return f"{'an' if type(value).__name__[0] in 'aeiou' else 'a'} {type(value).__name__}, {value!r:.200}"
+
+
+def freeze_not_supported(spec: ResourceSpec[Any]) -> ConfigError:
+    """Return the error for a spec with ``idle="freeze"`` whose kind cannot freeze."""
+    return ConfigError(
+        f"{type(spec).__name__}(idle='freeze'): a {kind_of(spec).name} cannot be frozen. Write idle='run', the "
+        "default; or, if the kind is your own, give its resource can_freeze = True and the methods freeze() and thaw()."
+    )
 
 
 def normalize_env(spec: Any) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from agentfly.resources.kind import register
+from agentfly.resources.kind import ResourceKind
 from agentfly.resources.resource import Resource, Status
 from agentfly.resources.spec import ResourceSpec
 
@@ -58,6 +58,8 @@ class FakeBackend:
 @dataclass(frozen=True, kw_only=True)
 class FakeSpec(ResourceSpec["FakeResource"]):
     """A fake resource in a world; ``name`` tells specs of one world apart. An ``image`` has to be prepared first."""
+
+    kind = ResourceKind("fake", "agentfly.testing.fake_resource:FakeResource")
 
     world: FakeBackend = field(default_factory=FakeBackend)
     name: str = "fake"
@@ -145,6 +147,3 @@ class FakeResource(Resource):
     async def _behave(self, operation: str) -> None:
         self.world.history.append((operation, self.instance))
         await self.world.hook(operation, self.instance)
-
-
-register(FakeSpec, FakeResource, kind="fake")

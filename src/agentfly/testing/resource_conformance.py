@@ -31,9 +31,9 @@ import cloudpickle
 from agentfly.core.errors import ConfigError, PrerequisiteError
 from agentfly.resources.engine import orphans
 from agentfly.resources.engine.engine import ResourceEngine
-from agentfly.resources.kind import create_resource, import_object, kind_of, prepare
+from agentfly.resources.kind import import_object
 from agentfly.resources.resource import Resource, Scope, Status
-from agentfly.resources.spec import ResourceSpec
+from agentfly.resources.spec import ResourceSpec, create_resource, kind_of, prepare
 
 R = TypeVar("R", bound=Resource)
 
@@ -54,7 +54,7 @@ async def check_resource(
     """Check every clause of the contract in `agentfly.resources.resource.Resource` for a kind of resource.
 
     Args:
-        spec: what to start; its kind is registered.
+        spec: the spec of the instances to start.
         dirty: leaves something in an instance, as an owner would; sync or async.
         is_clean: whether nothing of that is to be seen in an instance; sync or async.
         use: something that an owner calls and that would take a minute or more, such as a command that sleeps.
@@ -91,7 +91,9 @@ class _ConformanceSuite(Generic[R]):
         self.freezes = False
 
     def spec_is_a_key_and_travels(self) -> None:
-        again = type(self.spec)(**{name: getattr(self.spec, name) for name in self.spec.__dataclass_fields__})
+        again = type(self.spec)(
+            **{field.name: getattr(self.spec, field.name) for field in dataclasses.fields(self.spec)}
+        )
         _require(again == self.spec and hash(again) == hash(self.spec), "Equal specs are equal and have one hash")
         frozen = False
         try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from agentfly.core.errors import ConfigError
 from agentfly.core.numbers import parse_byte_size
-from agentfly.resources.kind import register
+from agentfly.resources.kind import ResourceKind
 from agentfly.resources.spec import EnvironmentVariables, ResourceSpec, normalize_env
 
 if TYPE_CHECKING:
@@ -120,6 +120,12 @@ class ContainerSpec(ResourceSpec["Container"]):
         isolation: ``"weak"`` accepts a machine on which a container cannot be isolated fully, for code that means no
             harm; `agentfly doctor` names what does not hold there.
     """
+
+    kind = ResourceKind(
+        "container",
+        "agentfly.resources.containers.container:Container",
+        reap="agentfly.resources.containers.backend:reap",
+    )
 
     image: str = HOST_IMAGE
     pids: int = 256
@@ -261,11 +267,3 @@ class ContainerSpec(ResourceSpec["Container"]):
 
 def _is_pair(item: object) -> bool:
     return isinstance(item, tuple) and len(item) == 2 and all(isinstance(word, str) for word in item)
-
-
-register(
-    ContainerSpec,
-    "agentfly.resources.containers.container:Container",
-    kind="container",
-    reap="agentfly.resources.containers.backend:reap",
-)

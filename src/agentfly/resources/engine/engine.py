@@ -26,7 +26,6 @@ from agentfly.resources.engine.preparation import Preparer
 from agentfly.resources.engine.status import EngineSnapshot, take_snapshot
 from agentfly.resources.engine.status_socket import StatusSocket
 from agentfly.resources.engine.usage import ActiveCall, ActiveCalls, Occupancy
-from agentfly.resources.kind import validate_spec
 from agentfly.resources.process.ledger import Ledger, state_directory
 from agentfly.resources.resource import Resource, Scope, Status
 from agentfly.resources.scheduler.budget import Budget
@@ -43,7 +42,7 @@ from agentfly.resources.scheduler.decisions import (
 )
 from agentfly.resources.scheduler.pool import AcquireRequest, Hold
 from agentfly.resources.scheduler.scheduler import Scheduler
-from agentfly.resources.spec import ResourceSpec
+from agentfly.resources.spec import ResourceSpec, validate_spec
 
 __all__ = ["Budget", "ResourceEngine"]
 
@@ -168,8 +167,8 @@ class ResourceEngine:
             DeadlockBroken: the wait could never have ended.
             EngineClosed: the engine is closed.
             ConfigError: the spec exceeds the whole budget.
-            UsageError: the spec has no registered kind, or cannot be hashed; ``timeout`` is not a number of seconds; or
-                this is not the engine's event loop.
+            UsageError: the spec's class names no kind; the spec cannot be hashed; ``timeout`` is not a number of
+                seconds; or this is not the engine's event loop.
         """
         validate_spec(spec)
         (lease,) = await self._acquire((spec,), owner, Scope(scope), timeout, priority, callers)
@@ -223,7 +222,7 @@ class ResourceEngine:
         Return at once. Failures are logged, and the next acquire tries again.
 
         Raises:
-            UsageError: a spec has no registered kind, or cannot be hashed; or this is not the engine's event loop.
+            UsageError: a spec's class names no kind; a spec cannot be hashed; or this is not the engine's event loop.
         """
         loop = self._own_loop()
         self._preparer.prefetch(specs, lambda spec: self._execute(self._scheduler.prefetched(spec, loop.time())))

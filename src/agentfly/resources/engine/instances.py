@@ -16,10 +16,10 @@ from agentfly.core.threads.pool import THREAD_POOL
 from agentfly.resources.engine import orphans
 from agentfly.resources.engine.status_socket import StatusSocket
 from agentfly.resources.engine.usage import InstanceUsage, LeaseUsage, Occupancy
-from agentfly.resources.kind import create_resource, freeze_not_supported, import_object, kind_of
+from agentfly.resources.kind import import_object
 from agentfly.resources.process.ledger import Ledger, LedgerEntry
 from agentfly.resources.resource import Resource, Status
-from agentfly.resources.spec import ResourceSpec
+from agentfly.resources.spec import ResourceSpec, create_resource, freeze_not_supported, kind_of
 
 logger = logging.getLogger(__name__)
 

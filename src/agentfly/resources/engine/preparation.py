@@ -10,8 +10,7 @@ from typing import Any, Protocol
 from agentfly.core.async_tasks import CANCEL_GRACE_S, retrieve_exception, wait_at_most
 from agentfly.core.errors import AgentFlyError, ResourceStartError, describe_error
 from agentfly.core.events import ResourceEvent, ResourcePrepared, ResourcePreparing
-from agentfly.resources.kind import kind_of, prepare, validate_spec
-from agentfly.resources.spec import ResourceSpec, typed_key
+from agentfly.resources.spec import ResourceSpec, kind_of, prepare, typed_key, validate_spec
 
 
 class EmitResourceEvent(Protocol):

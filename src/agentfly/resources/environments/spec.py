@@ -11,7 +11,7 @@ from agentfly.core.errors import ConfigError, type_of
 from agentfly.resources.environments import simulator
 from agentfly.resources.environments.pickling import dumps
 from agentfly.resources.environments.wire_types import DeclaredTypes
-from agentfly.resources.kind import register
+from agentfly.resources.kind import ResourceKind
 from agentfly.resources.spec import EnvironmentVariables, ResourceSpec, normalize_env
 
 if TYPE_CHECKING:
@@ -74,6 +74,12 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
             simulator is not thread-safe and does not get a process of its own.
         UsageError: ``runs="process"``, and the factory or an argument cannot be pickled.
     """
+
+    kind = ResourceKind(
+        "environment",
+        "agentfly.resources.environments.environment:Environment",
+        reap="agentfly.resources.environments.worker_process:reap",
+    )
 
     factory: Callable[..., Any] | str
     args: tuple[Any, ...] = ()
@@ -218,11 +224,3 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
                     f"EnvironmentSpec: {name} is {type_of(value)} and cannot be hashed, but the whole spec is "
                     "the key of its pool. Give a tuple for a list, pairs for a dict, or a path for what lies in a file."
                 ) from None
-
-
-register(
-    EnvironmentSpec,
-    "agentfly.resources.environments.environment:Environment",
-    kind="environment",
-    reap="agentfly.resources.environments.worker_process:reap",
-)

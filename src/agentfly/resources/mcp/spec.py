@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from agentfly.core.errors import ConfigError
 from agentfly.resources.credentials import normalize_credentials
-from agentfly.resources.kind import register
+from agentfly.resources.kind import ResourceKind
 from agentfly.resources.model_api.validation import parse_address
 from agentfly.resources.spec import EnvironmentVariables, ResourceSpec, normalize_env
 
@@ -48,6 +48,10 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
     Raises:
         ConfigError: a field has an invalid value, or not exactly one of ``command`` and ``url`` is given.
     """
+
+    kind = ResourceKind(
+        "mcp server", "agentfly.resources.mcp.server:MCPServer", reap="agentfly.resources.process.supervised:reap"
+    )
 
     command: tuple[str, ...] = ()
     url: str = ""
@@ -110,11 +114,3 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
         if self.url:
             parts = parse_address(f"{type(self).__name__}: url", self.url, "'https://host/mcp'")
             object.__setattr__(self, "url", parts._replace(fragment="").geturl())
-
-
-register(
-    MCPServerSpec,
-    "agentfly.resources.mcp.server:MCPServer",
-    kind="mcp server",
-    reap="agentfly.resources.process.supervised:reap",
-)

@@ -11,7 +11,7 @@ from typing import Any
 from agentfly.core.errors import ResourceDied, UsageError
 from agentfly.core.threads.pool import run_in_thread
 from agentfly.resources.credentials import Credentials, normalize_credentials
-from agentfly.resources.kind import register
+from agentfly.resources.kind import ResourceKind
 from agentfly.resources.model_api.client import ModelClient, load_certificates
 from agentfly.resources.model_api.judge import Judge
 from agentfly.resources.model_api.rate_limiter import EndpointUse, RateLimiter
@@ -69,6 +69,8 @@ class ModelAPISpec(ResourceSpec["ModelAPI"]):
     Raises:
         ConfigError: a field has a value that cannot be, for instance an address that was never filled in.
     """
+
+    kind = ResourceKind("api", "agentfly.resources.model_api.model_api:ModelAPI")
 
     base_url: str
     model: str
@@ -135,9 +137,6 @@ class ModelAPISpec(ResourceSpec["ModelAPI"]):
             excluded = ", ".join(sorted(_PER_CALL_FIELDS | SPEC_ONLY_FIELDS))
             raise self._field_error("extra_body", f"write a mapping, without any of {excluded}")
         object.__setattr__(self, "extra_body", text)
-
-
-register(ModelAPISpec, "agentfly.resources.model_api.model_api:ModelAPI", kind="api")
 
 
 class ModelAPI(Resource, Judge):

@@ -10,7 +10,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from agentfly.resources.kind import register
+from agentfly.resources.kind import ResourceKind
 from agentfly.resources.spec import EnvironmentVariables, ResourceSpec, normalize_env
 
 if TYPE_CHECKING:
@@ -65,6 +65,12 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
     Raises:
         ConfigError: a field has an invalid value.
     """
+
+    kind = ResourceKind(
+        "model server",
+        "agentfly.resources.model_server.server:ModelServer",
+        reap="agentfly.resources.process.supervised:reap",
+    )
 
     model: str
     capacity: int = 1
@@ -173,11 +179,3 @@ def _is_word(value: object) -> bool:
 
 def _is_real(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-register(
-    ModelServerSpec,
-    "agentfly.resources.model_server.server:ModelServer",
-    kind="model server",
-    reap="agentfly.resources.process.supervised:reap",
-)

@@ -11,19 +11,19 @@ import pytest
 
 from agentfly.core.errors import ConfigError, UsageError
 from agentfly.core.numbers import parse_byte_size
-from agentfly.resources.kind import create_resource, import_object, kind_of, register
+from agentfly.resources.kind import ResourceKind, import_object
 from agentfly.resources.model_api.model_api import ModelAPISpec
-from agentfly.resources.spec import ResourceSpec
+from agentfly.resources.spec import ResourceSpec, create_resource, kind_of
 from agentfly.testing.fake_resource import FakeBackend, FakeResource, FakeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class LazySpec(ResourceSpec):
+    kind = ResourceKind("lazy", "agentfly.testing.fake_resource:FakeResource")
     world: FakeBackend
 
 
 def test_a_resource_may_be_named_and_is_imported_when_it_is_needed():
-    register(LazySpec, "agentfly.testing.fake_resource:FakeResource", kind="lazy")
     assert isinstance(create_resource(LazySpec(world=FakeBackend()), "one"), FakeResource)
 
 
@@ -34,20 +34,25 @@ def test_a_subclass_of_a_spec_is_of_the_same_kind():
     assert kind_of(OwnSpec()).name == "fake"
 
 
-def test_a_spec_that_has_a_resource_is_not_given_another_in_silence():
+def test_a_subclass_with_a_kind_of_its_own_leaves_the_kind_of_its_parent_unchanged():
     class Other(FakeResource):
         pass
 
-    with pytest.raises(ConfigError, match=r"paired with \S+:FakeResource already.*class MySpec\(FakeSpec\)"):
-        register(FakeSpec, Other, kind="other")
-    register(FakeSpec, FakeResource, kind="fake")
-    assert isinstance(create_resource(FakeSpec(), "one"), FakeResource)
+    class OtherSpec(FakeSpec):
+        kind = ResourceKind("other", Other)
+
+    assert isinstance(create_resource(OtherSpec(), "one"), Other)
+    assert type(create_resource(FakeSpec(), "one")) is FakeResource
+    assert kind_of(FakeSpec()).name == "fake"
+    with pytest.raises(ConfigError, match="OtherSpec has no field 'kind'"):
+        OtherSpec(kind=FakeSpec.kind)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("spec_type", [dict, "FakeSpec"])
-def test_only_a_spec_can_be_registered(spec_type):
-    with pytest.raises(ConfigError, match="the first argument is a subclass of ResourceSpec"):
-        register(spec_type, FakeResource, kind="other")
+@pytest.mark.parametrize("kind", [FakeResource, "agentfly.testing.fake_resource:FakeResource"])
+def test_a_kind_that_is_no_resource_kind_is_refused(kind):
+    spec_type = type("NewSpec", (ResourceSpec,), {"kind": kind})
+    with pytest.raises(UsageError, match="NewSpec names no resource"):
+        create_resource(spec_type(), "one")
 
 
 def test_a_spec_names_the_fields_that_it_cannot_do_without_and_travels_with_them():
@@ -57,11 +62,11 @@ def test_a_spec_names_the_fields_that_it_cannot_do_without_and_travels_with_them
     assert pickle.loads(pickle.dumps(spec)) == copy.deepcopy(spec) == spec
 
 
-def test_a_spec_that_nobody_registered_says_how_to():
+def test_a_spec_without_a_kind_is_refused_with_the_cure():
     class NewSpec(ResourceSpec):
         pass
 
-    with pytest.raises(UsageError, match=r"register\(NewSpec, ItsResource, kind='…'\)"):
+    with pytest.raises(UsageError, match=r"kind = ResourceKind\('my kind', 'my_module:MyResource'\)"):
         create_resource(NewSpec(), "one")
 
 
@@ -90,12 +95,12 @@ reap_of_a_program.__module__ = "__main__"
 )
 def test_a_reap_that_a_later_process_could_not_import_is_refused(reap):
     with pytest.raises(ConfigError, match="top level of a module"):
-        register(LazySpec, FakeResource, kind="lazy", reap=reap)
+        ResourceKind("lazy", FakeResource, reap=reap)
 
 
 def test_a_reap_is_known_by_its_address():
-    register(LazySpec, FakeResource, kind="lazy", reap=parse_byte_size)  # type: ignore[arg-type]
-    assert kind_of(LazySpec(world=FakeBackend())).reap_address == "agentfly.core.numbers:parse_byte_size"
+    kind = ResourceKind("lazy", FakeResource, reap=parse_byte_size)  # type: ignore[arg-type]
+    assert kind.reap_address == "agentfly.core.numbers:parse_byte_size"
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ def test_every_make_target_and_command_of_the_readme_exists():
     from agentfly.cli.main import app
 
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"(?:^|`)make ([a-z]+)", README, re.MULTILINE)) == {"demo", "test", "check", "vllm"} <= targets
+    assert (
+        set(re.findall(r"(?:^|`)make ([a-z]+)", README, re.MULTILINE)) == {"demo", "test", "check", "vllm"} <= targets
+    )
     commands = set(get_command(app).commands)  # type: ignore[attr-defined]
     named = set(re.findall(r"`agentfly ([a-z]+)", README))
     assert named == commands

@@ -140,7 +140,7 @@ async def test_what_cannot_be_restored_on_the_other_side_is_an_error_of_its_writ
 
 async def test_what_is_nested_without_end_is_refused_before_the_deadline_of_a_call() -> None:
     async with started(call_timeout_s=20) as environment:
-        with pytest.raises(UsageError, match=r"levels deep, or holds itself"):
+        with pytest.raises(UsageError, match=r"levels deep, or contains itself"):
             await environment.gives("nested")
         with pytest.raises(UsageError, match="cannot travel"):
             await environment.takes(nested(100_000))

@@ -324,8 +324,7 @@ class Context:
             ResourceError: the rollout has ended.
             Exception: any exception of ``make``.
         """
-        whole = self.timed_apart()
-        whole._call = None
+        whole = self._copy(_call=None)
         return await self._rollout.cache.get(key, lambda: make(whole), close)
 
     def call(self, *, observed: bool = True) -> AbstractAsyncContextManager[Context]:
@@ -337,18 +336,18 @@ class Context:
             observed: whether its waits for resources are observed. Those of a reward are not, because they do not
                 predict the waits of a rollout that starts now.
         """
-        of_call = self.timed_apart()
-        if not observed:
-            of_call._wait_observer = no_observer
-        of_call._call = call = CallScope()
+        call = CallScope()
+        of_call = self._copy(_call=call, _wait_observer=self._wait_observer if observed else no_observer)
         return _CallContextManager(of_call, call, self._engine, self._owner)
 
     def timed_apart(self) -> Context:
         """Return a copy of this context with a separate `waits`, for one of several concurrent functions."""
+        return self._copy()
+
+    def _copy(self, **changed: object) -> Context:
+        """Return a copy with some attributes changed, a separate `waits`, and its own copy of the task's fields."""
         copied = object.__new__(type(self))
-        copied.__dict__.update(self.__dict__)
-        copied._task = None
-        copied._waits = WaitTimer(self._loop.time)
+        copied.__dict__.update(self.__dict__, _task=None, _waits=WaitTimer(self._loop.time), **changed)
         return copied
 
     async def close(self) -> None:

@@ -62,26 +62,32 @@ def revoke(handle: Resource) -> float:
     Returns:
         The seconds for which calls of the owner were running.
     """
-    object.__setattr__(handle, "_Handle__resource", None)
-    use = _use(handle)
-    use.close()
-    return use.busy.seconds
+    state = _state_of(handle)
+    state.resource = None
+    state.use.close()
+    return state.use.busy.seconds
+
+
+@dataclass(slots=True)
+class _HandleState:
+    """The lease behind a handle. ``resource`` is None once the lease has ended."""
+
+    resource: Resource | None
+    instance: str
+    owner: str
+    use: LeaseUsage
 
 
 class Handle:
     """A proxy for a leased resource. It forwards attribute access and method calls while the lease is active.
 
-    Afterwards every use raises `LeaseExpired`. Its own attributes are mangled, so that all other names are the
-    resource's.
+    Afterwards every use raises `LeaseExpired`. Its only attribute is private, so all other names are the resource's.
     """
 
-    __slots__ = ("__instance", "__owner", "__resource", "__use", "__weakref__")
+    __slots__ = ("__state", "__weakref__")
 
     def __init__(self, resource: Resource, owner: str, use: LeaseUsage) -> None:
-        object.__setattr__(self, "_Handle__resource", resource)
-        object.__setattr__(self, "_Handle__instance", resource.instance)
-        object.__setattr__(self, "_Handle__owner", owner)
-        object.__setattr__(self, "_Handle__use", use)
+        _set_state(self, _HandleState(resource, resource.instance, owner, use))
 
     def __getattr__(self, name: str) -> Any:
         resource = _resource_of(self)
@@ -105,11 +111,19 @@ class Handle:
         delattr(_resource_of(self), name)
 
     def __repr__(self) -> str:
-        resource = self.__resource
-        return f"<{self.__instance}, whose lease by {self.__owner} is over>" if resource is None else repr(resource)
+        state = self.__state
+        if state.resource is None:
+            return f"<{state.instance}, whose lease by {state.owner} is over>"
+        return repr(state.resource)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(f"{self!r} is a live resource of one owner and can be neither copied nor pickled.")
+
+
+# The slot is read and set through its descriptor, because a handle forwards every other attribute to its resource.
+_state_slot: Any = vars(Handle)["_Handle__state"]
+_state_of: Callable[[Any], _HandleState] = _state_slot.__get__
+_set_state: Callable[[Handle, _HandleState], None] = _state_slot.__set__
 
 
 def _no_such(resource: Resource, name: str) -> UnknownAttribute:
@@ -121,19 +135,18 @@ def _no_such(resource: Resource, name: str) -> UnknownAttribute:
 
 
 def _resource_of(handle: Any) -> Resource:
-    """The resource of a handle.
+    """Return the resource of a handle.
 
     Raises:
         LeaseExpired: the lease has ended.
     """
-    resource: Resource | None = handle._Handle__resource
-    if resource is None:
-        instance, owner = handle._Handle__instance, handle._Handle__owner
+    state = _state_of(handle)
+    if state.resource is None:
         raise LeaseExpired(
-            f"The lease of {instance} by {owner} is over: it was given back, or the instance died. Somebody else may "
-            "have the instance by now. Acquire again, and use what that returns."
+            f"The lease of {state.instance} by {state.owner} is over: it was released, or the instance died. Another "
+            "owner may have the instance by now. Acquire again, and use the new lease."
         )
-    return resource
+    return state.resource
 
 
 def _wrap_method(handle: Handle, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,7 +163,7 @@ def _wrap_method(handle: Handle, method: Callable[..., Any]) -> Callable[..., An
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         resource = _resource_of(handle)
-        busy = _use(handle).busy
+        busy = _state_of(handle).use.busy
         busy.begin()
         try:
             result = method(*args, **kwargs)
@@ -165,7 +178,7 @@ async def _call_coroutine(
     handle: Handle, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     _resource_of(handle)
-    async with _use(handle):
+    async with _state_of(handle).use:
         resource = _resource_of(handle)
         result = await method(*args, **kwargs)
     return _given(handle, resource, result)
@@ -185,7 +198,7 @@ def _given(handle: Handle, resource: Resource, result: Any) -> Any:
 async def _coroutine(handle: Handle, work: Coroutine[Any, Any, Any]) -> Any:
     try:
         _resource_of(handle)
-        async with _use(handle):
+        async with _state_of(handle).use:
             resource = _resource_of(handle)
             result = await work
         return _given(handle, resource, result)
@@ -195,7 +208,7 @@ async def _coroutine(handle: Handle, work: Coroutine[Any, Any, Any]) -> Any:
 
 def _generator(handle: Handle, items: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
     step = functools.partial(items.send, None)
-    busy = _use(handle).busy
+    busy = _state_of(handle).use.busy
     with closing(items):
         while True:
             resource = _resource_of(handle)
@@ -220,7 +233,7 @@ async def _async_generator(handle: Handle, items: AsyncGenerator[Any, Any]) -> A
     """Wrap an async generator. The instance stays thawed and busy from the first item to the end."""
     step = functools.partial(items.asend, None)
     _resource_of(handle)
-    async with _use(handle), aclosing(items):
+    async with _state_of(handle).use, aclosing(items):
         while True:
             resource = _resource_of(handle)
             try:
@@ -250,11 +263,6 @@ _GUARDS: dict[type, Callable[[Handle, Any], Any]] = {
     _GeneratorContextManager: _context_manager,
     _AsyncGeneratorContextManager: _context_manager,
 }
-
-
-def _use(handle: Any) -> LeaseUsage:
-    use: LeaseUsage = handle._Handle__use
-    return use
 
 
 @functools.cache

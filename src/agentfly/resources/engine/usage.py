@@ -19,13 +19,16 @@ class BusyTimer:
 
     Args:
         clock: returns the time in seconds.
-        whole: a timer that also runs while this one does.
+        total: a timer that also runs while this one does.
+
+    Attributes:
+        lock: guards this timer and ``total``, because both change together.
     """
 
-    def __init__(self, clock: Callable[[], float], whole: BusyTimer | None = None) -> None:
+    def __init__(self, clock: Callable[[], float], total: BusyTimer | None = None) -> None:
+        self.lock: Lock = Lock() if total is None else total.lock
         self._clock = clock
-        self._whole = whole
-        self._lock: Lock = whole._lock if whole is not None else Lock()  # shared, because both change together
+        self._total = total
         self._running = 0
         self._since = 0.0
         self._seconds = 0.0
@@ -34,67 +37,80 @@ class BusyTimer:
     @property
     def seconds(self) -> float:
         """The total, including running operations."""
-        with self._lock:
+        with self.lock:
             return self._seconds + (self._clock() - self._since if self._running else 0.0)
 
     def begin(self) -> None:
         """An operation begins."""
-        with self._lock:
-            self._one_more(self._clock())
+        with self.lock:
+            self.begin_locked(self._clock())
 
     def end(self) -> None:
         """An operation ends."""
-        with self._lock:
-            self._one_less(self._clock())
+        with self.lock:
+            self.end_locked(self._clock())
 
     def stop(self) -> None:
         """Stop counting, also for running operations."""
-        with self._lock:
+        with self.lock:
             if not self._stopped and self._running:
                 self._running = 1
-                self._one_less(self._clock())
+                self.end_locked(self._clock())
             self._stopped = True
 
-    def _one_more(self, now: float) -> None:
+    def begin_locked(self, now: float) -> None:
+        """An operation begins at ``now``. The caller holds `lock`."""
         if self._stopped:
             return
         self._running += 1
         if self._running == 1:
             self._since = now
-            if self._whole is not None:
-                self._whole._one_more(now)
+            if self._total is not None:
+                self._total.begin_locked(now)
 
-    def _one_less(self, now: float) -> None:
+    def end_locked(self, now: float) -> None:
+        """An operation ends at ``now``. The caller holds `lock`."""
         if self._stopped:
             return
         self._running -= 1
         if not self._running:
             self._seconds += now - self._since
-            if self._whole is not None:
-                self._whole._one_less(now)
+            if self._total is not None:
+                self._total.end_locked(now)
 
 
 class ActiveCalls:
     """The running calls, by owner.
 
     Args:
-        over: called with an owner when its last call has ended.
+        on_idle: called with an owner when its last call has ended.
     """
 
-    def __init__(self, over: Callable[[str], None]) -> None:
-        self._over = over
+    def __init__(self, on_idle: Callable[[str], None]) -> None:
+        self._on_idle = on_idle
         self._running: Counter[str] = Counter()
 
     def __contains__(self, owner: str) -> bool:
         return owner in self._running
 
     def track(self, owner: str) -> ActiveCall:
-        """A context manager that counts as a call of an owner."""
+        """Return a context manager that counts as a call of an owner."""
         return ActiveCall(self, owner)
+
+    def begin(self, owner: str) -> None:
+        """A call of an owner begins."""
+        self._running[owner] += 1
+
+    def end(self, owner: str) -> None:
+        """A call of an owner ends."""
+        self._running[owner] -= 1
+        if not self._running[owner]:
+            del self._running[owner]
+            self._on_idle(owner)
 
 
 class ActiveCall:
-    """A call that runs while its block does."""
+    """A call that is active within the ``with`` block."""
 
     __slots__ = ("_calls", "_owner")
 
@@ -103,14 +119,10 @@ class ActiveCall:
         self._owner = owner
 
     def __enter__(self) -> None:
-        self._calls._running[self._owner] += 1
+        self._calls.begin(self._owner)
 
     def __exit__(self, *_: object) -> None:
-        calls, owner = self._calls, self._owner
-        calls._running[owner] -= 1
-        if not calls._running[owner]:
-            del calls._running[owner]
-            calls._over(owner)
+        self._calls.end(self._owner)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,19 @@ class _HandleState:
     owner: str
     use: LeaseUsage
 
+    def live_resource(self) -> Resource:
+        """Return the resource.
+
+        Raises:
+            LeaseExpired: the lease has ended.
+        """
+        if self.resource is None:
+            raise LeaseExpired(
+                f"The lease of {self.instance} by {self.owner} is over: it was released, or the instance died. Another "
+                "owner may have the instance by now. Acquire again, and use the new lease."
+            )
+        return self.resource
+
 
 class Handle:
     """A proxy for a leased resource. It forwards attribute access and method calls while the lease is active.
@@ -135,18 +148,7 @@ def _no_such(resource: Resource, name: str) -> UnknownAttribute:
 
 
 def _resource_of(handle: Any) -> Resource:
-    """Return the resource of a handle.
-
-    Raises:
-        LeaseExpired: the lease has ended.
-    """
-    state = _state_of(handle)
-    if state.resource is None:
-        raise LeaseExpired(
-            f"The lease of {state.instance} by {state.owner} is over: it was released, or the instance died. Another "
-            "owner may have the instance by now. Acquire again, and use the new lease."
-        )
-    return state.resource
+    return _state_of(handle).live_resource()
 
 
 def _wrap_method(handle: Handle, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,8 +164,8 @@ def _wrap_method(handle: Handle, method: Callable[..., Any]) -> Callable[..., An
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        resource = _resource_of(handle)
-        busy = _state_of(handle).use.busy
+        state = _state_of(handle)
+        resource, busy = state.live_resource(), state.use.busy
         busy.begin()
         try:
             result = method(*args, **kwargs)
@@ -177,9 +179,10 @@ def _wrap_method(handle: Handle, method: Callable[..., Any]) -> Callable[..., An
 async def _call_coroutine(
     handle: Handle, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    _resource_of(handle)
-    async with _state_of(handle).use:
-        resource = _resource_of(handle)
+    state = _state_of(handle)
+    state.live_resource()
+    async with state.use:
+        resource = state.live_resource()
         result = await method(*args, **kwargs)
     return _given(handle, resource, result)
 
@@ -197,9 +200,10 @@ def _given(handle: Handle, resource: Resource, result: Any) -> Any:
 
 async def _coroutine(handle: Handle, work: Coroutine[Any, Any, Any]) -> Any:
     try:
-        _resource_of(handle)
-        async with _state_of(handle).use:
-            resource = _resource_of(handle)
+        state = _state_of(handle)
+        state.live_resource()
+        async with state.use:
+            resource = state.live_resource()
             result = await work
         return _given(handle, resource, result)
     finally:
@@ -208,10 +212,11 @@ async def _coroutine(handle: Handle, work: Coroutine[Any, Any, Any]) -> Any:
 
 def _generator(handle: Handle, items: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
     step = functools.partial(items.send, None)
-    busy = _state_of(handle).use.busy
+    state = _state_of(handle)
+    busy = state.use.busy
     with closing(items):
         while True:
-            resource = _resource_of(handle)
+            resource = state.live_resource()
             busy.begin()
             try:
                 item = step()
@@ -232,10 +237,11 @@ def _generator(handle: Handle, items: Generator[Any, Any, Any]) -> Generator[Any
 async def _async_generator(handle: Handle, items: AsyncGenerator[Any, Any]) -> AsyncGenerator[Any, Any]:
     """Wrap an async generator. The instance stays thawed and busy from the first item to the end."""
     step = functools.partial(items.asend, None)
-    _resource_of(handle)
-    async with _state_of(handle).use, aclosing(items):
+    state = _state_of(handle)
+    state.live_resource()
+    async with state.use, aclosing(items):
         while True:
-            resource = _resource_of(handle)
+            resource = state.live_resource()
             try:
                 item = await step()
             except StopAsyncIteration:
@@ -302,10 +308,10 @@ class _CoroutineMethod:
         self._call = call_async
 
     def __get__(self, handle: Handle, _: type[Handle]) -> Any:
-        own = getattr(_resource_of(handle), "__dict__", {}).get(
-            self._name
-        )  # an instance attribute that hides the method
-        return MethodType(self._call, handle) if own is None else Handle.__getattr__(handle, self._name)
+        attributes = getattr(_resource_of(handle), "__dict__", {})
+        if attributes.get(self._name) is not None:  # an instance attribute hides the method
+            return Handle.__getattr__(handle, self._name)
+        return MethodType(self._call, handle)
 
 
 def _forward(name: str) -> Callable[..., Any]:

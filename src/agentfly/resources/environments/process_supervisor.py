@@ -15,8 +15,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
-import signal
 import socket
 import sys
 from dataclasses import asdict, dataclass
@@ -25,10 +23,9 @@ from typing import NoReturn
 from agentfly.core.tree_removal import remove_tree
 from agentfly.resources.environments.worker import serve_requests
 from agentfly.resources.process.child import (
+    ChildWatch,
     become_subreaper,
-    child_wakeup_pipe,
     kill_descendants,
-    reap_child,
     set_parent_death_signal,
 )
 from agentfly.resources.process.memory_limit import MemoryLimit
@@ -162,23 +159,15 @@ def _owner_is_gone(control: socket.socket, config: SupervisorConfig) -> bool:
 
 def _watch(worker: int, control: socket.socket, config: SupervisorConfig) -> ExitInfo | None:
     """Wait until the process ends or exceeds its memory limit; None if it must stop for another reason."""
-    woken, _ = child_wakeup_pipe()
-    stop_requested = []
-    signal.signal(signal.SIGTERM, lambda *_: stop_requested.append(True))
     owner, owner_started = config.owner
     memory_limit = config.memory_limit
-    while not stop_requested and start_time(owner) == owner_started:
-        while (ended := reap_child()) is not None:
-            pid, status = ended
-            if pid == worker:
-                return ExitInfo(status, memory_limit is not None and memory_limit.oom_kills() > 0)
+    watch = ChildWatch(worker, lambda: start_time(owner) == owner_started)
+    interval_s = OWNER_POLL_S if memory_limit is None else memory_limit.poll_interval_s
+    while (readable := watch.wait([control.fileno()], interval_s)) is not None:
+        if readable:
+            return None
         if memory_limit is not None and memory_limit.exceeded():
             return ExitInfo(None, True)
-        readable, _, _ = select.select(
-            [control.fileno(), woken], [], [], memory_limit.poll_interval_s if memory_limit else OWNER_POLL_S
-        )
-        if control.fileno() in readable:
-            return None
-        if woken in readable:
-            os.read(woken, 4096)
-    return None
+    if watch.status is None:
+        return None
+    return ExitInfo(watch.status, memory_limit is not None and memory_limit.oom_kills() > 0)

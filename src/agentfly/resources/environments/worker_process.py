@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from agentfly.core.errors import ResourceError
@@ -24,8 +22,7 @@ from agentfly.resources.environments.worker import FRAME_LENGTH
 from agentfly.resources.process.child import python_command
 from agentfly.resources.process.memory_limit import MemoryLimit
 from agentfly.resources.process.procfs import peer_closed, signal_descendants, start_time
-
-logger = logging.getLogger(__name__)
+from agentfly.resources.process.supervised import KILL_TIMEOUT_S, SupervisorProcess
 
 TAIL_BYTES = 4096
 """Bytes of the end of a simulator's output that are kept for the message about its death."""
@@ -33,41 +30,11 @@ TAIL_BYTES = 4096
 MAX_RESPONSE_BYTES = MAX_BYTES + (1 << 20)
 """The longest response that is read: a result and its frame."""
 
-KILL_TIMEOUT_S = 5.0
-"""Seconds that a supervisor has to kill all its descendants before it is killed itself."""
-
 FORK_ATTEMPTS = 2
-"""How often one start tries to fork before it starts a new interpreter."""
+"""Number of attempts to fork before a start uses a new interpreter."""
 
 
-StartSupervisor = Callable[[SupervisorConfig, int], Awaitable["SupervisorProcess"]]
-
-
-@dataclass(frozen=True)
-class SupervisorProcess:
-    """A running supervisor.
-
-    Args:
-        pid: its process id.
-        started: its start time.
-        child: its handle as a child of this process; None if it is a child of the fork server.
-    """
-
-    pid: int
-    started: int | None
-    child: subprocess.Popen[bytes] | None = None
-
-    def gone(self) -> bool:
-        """Whether it has ended."""
-        if self.child is not None:
-            return self.child.poll() is not None
-        return self.started is None or start_time(self.pid) != self.started
-
-    def kill(self) -> None:
-        """Kill it. The kernel then kills its direct child."""
-        if not self.gone():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+StartSupervisor = Callable[[SupervisorConfig, int], Awaitable[SupervisorProcess]]
 
 
 class WorkerProcess:
@@ -153,8 +120,7 @@ class WorkerProcess:
     @property
     def traces(self) -> dict[str, Any]:
         """The ids by which `reap` finds it."""
-        supervisor = self._supervisor
-        return {} if supervisor is None else {"pid": supervisor.pid, "start_time": supervisor.started}
+        return {} if self._supervisor is None else self._supervisor.traces
 
     def freeze(self) -> None:
         """Stop (SIGSTOP) the process and all its descendants."""
@@ -260,16 +226,7 @@ class WorkerProcess:
             with contextlib.suppress(OSError):
                 self._control.write(b".")  # this side removes the directory
                 self._control.write_eof()
-        try:
-            async with asyncio.timeout(KILL_TIMEOUT_S):
-                await asyncio.shield(self._exit_report)
-        except TimeoutError:
-            logger.warning("The supervisor %d of a simulator does not end and is killed.", supervisor.pid)
-            supervisor.kill()
-        except OSError:
-            pass  # a connection reset means the same as end-of-file
-        while not supervisor.gone():  # noqa: ASYNC110  (its sockets close an instant before it is gone)
-            await asyncio.sleep(0.001)
+        await supervisor.wait_gone(self._exit_report, KILL_TIMEOUT_S)  # a connection reset counts as end-of-file
         if self._memory_limit is not None:
             await run_in_thread(self._memory_limit.remove)  # does nothing unless the supervisor was killed
 

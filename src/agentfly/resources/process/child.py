@@ -1,4 +1,8 @@
-"""Child processes: subreaper and parent-death signal, killing all descendants, and starting fresh interpreters."""
+"""Child processes: what supervisors share, and how fresh interpreters start.
+
+A supervisor is a subreaper: orphaned descendants of its child become its own children. It waits with `ChildWatch` until
+the child ends, and then kills all descendants.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,11 @@ import contextlib
 import ctypes
 import json
 import os
+import select
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from agentfly.resources.process.procfs import children
@@ -59,6 +64,53 @@ def reap_child() -> tuple[int, int] | None:
     except ChildProcessError:
         return None
     return (pid, os.waitstatus_to_exitcode(status)) if pid else None
+
+
+class ChildWatch:
+    """A supervisor's wait for the end of its child. It also ends if the owner is gone or SIGTERM arrives.
+
+    Args:
+        child: id of the child.
+        is_owner_alive: returns whether the process that owns the child is alive. It is asked at every wake-up.
+
+    Attributes:
+        status: the exit status of the child, negative for a signal number; None unless it has ended.
+    """
+
+    def __init__(self, child: int, is_owner_alive: Callable[[], bool]) -> None:
+        self.status: int | None = None
+        self._child = child
+        self._is_owner_alive = is_owner_alive
+        self._stop_requested = False
+        self._woken, _ = child_wakeup_pipe()
+        signal.signal(signal.SIGTERM, self._request_stop)
+
+    def wait(self, descriptors: Sequence[int], timeout_s: float) -> list[int] | None:
+        """Wait until a descriptor is readable, a child ends, or the time is over.
+
+        Returns:
+            The readable descriptors; None if the supervisor must end.
+        """
+        if self._must_end():
+            return None
+        readable, _, _ = select.select([*descriptors, self._woken], [], [], timeout_s)
+        if self._woken in readable:
+            readable.remove(self._woken)
+            os.read(self._woken, 4096)
+        return None if self._must_end() else readable
+
+    def _must_end(self) -> bool:
+        if self._stop_requested or not self._is_owner_alive():
+            return True
+        while (ended := reap_child()) is not None:
+            pid, status = ended
+            if pid == self._child:
+                self.status = status
+                return True
+        return False
+
+    def _request_stop(self, *_: object) -> None:
+        self._stop_requested = True
 
 
 def kill_descendants() -> None:

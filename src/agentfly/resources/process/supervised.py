@@ -1,4 +1,4 @@
-"""SupervisedProgram: this process's side of a program and its supervisor, and the removal of orphaned programs."""
+"""The owner's side of a supervisor, a program under a supervisor, and the removal of orphaned programs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,52 @@ KILL_TIMEOUT_S = 5.0
 """Seconds beyond the grace period that a supervisor has to kill all its descendants before it is killed itself."""
 
 
+@dataclass(frozen=True)
+class SupervisorProcess:
+    """A running supervisor.
+
+    Args:
+        pid: its process id.
+        started: its start time.
+        child: its handle as a child of this process; None if it is a child of a fork server.
+    """
+
+    pid: int
+    started: int | None
+    child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def traces(self) -> dict[str, Any]:
+        """The ids by which a later process finds it."""
+        return {"pid": self.pid, "start_time": self.started}
+
+    def gone(self) -> bool:
+        """Whether it has ended."""
+        if self.child is not None:
+            return self.child.poll() is not None
+        return self.started is None or start_time(self.pid) != self.started
+
+    def kill(self) -> None:
+        """Kill it. The kernel then kills its direct child."""
+        if not self.gone():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    async def wait_gone(self, report: asyncio.Task[bytes], within_s: float) -> None:
+        """Wait for its exit report and its end. Kill it if it does not report within the time."""
+        done, _ = await asyncio.wait({report}, timeout=within_s)
+        if not done:
+            logger.warning("The supervisor %d does not end and is killed.", self.pid)
+            self.kill()
+        while not self.gone():  # noqa: ASYNC110  (its sockets close an instant before it is gone)
+            await asyncio.sleep(0.001)
+
+
 class SupervisedProgram:
     """A program with all its descendants, run under a supervisor process."""
 
     def __init__(self) -> None:
-        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._supervisor: SupervisorProcess | None = None
         self._control: asyncio.StreamWriter | None = None
         self._exit_report: asyncio.Task[bytes] | None = None
         self.traces: dict[str, Any] = {}
@@ -48,7 +90,7 @@ class SupervisedProgram:
             reader, self._control = await asyncio.open_connection(sock=near)
             self._supervisor = _spawn(spec, far)
         self._exit_report = asyncio.create_task(reader.read())
-        self.traces = {"pid": self._supervisor.pid, "start_time": start_time(self._supervisor.pid)}
+        self.traces = self._supervisor.traces
         self._control.write(spec.to_json_line())
         await self._control.drain()
 
@@ -77,34 +119,20 @@ class SupervisedProgram:
     async def stop(self, grace_s: float) -> None:
         """Ask the program to end; after the grace period kill it and all its descendants. Returns when all are gone."""
         if self._control is not None and self._exit_report is not None and self._supervisor is not None:
-            await self._end(self._supervisor, self._control, self._exit_report, grace_s)
+            if grace_s > 0 and not self._exit_report.done():
+                with contextlib.suppress(OSError):
+                    self._control.write(f"{grace_s:.3f}\n".encode())
+            else:
+                self.kill()
+            await self._supervisor.wait_gone(self._exit_report, grace_s + KILL_TIMEOUT_S)
+            self._exit_report.cancel()
         if self._control is not None:
             self._control.close()
 
-    async def _end(
-        self,
-        supervisor: subprocess.Popen[bytes],
-        control: asyncio.StreamWriter,
-        report: asyncio.Task[bytes],
-        grace_s: float,
-    ) -> None:
-        if grace_s > 0 and not report.done():
-            with contextlib.suppress(OSError):
-                control.write(f"{grace_s:.3f}\n".encode())
-        else:
-            self.kill()
-        done, _ = await asyncio.wait({report}, timeout=grace_s + KILL_TIMEOUT_S)
-        if not done:
-            logger.warning("The supervisor %d of a program does not end and is killed.", supervisor.pid)
-            supervisor.kill()
-        while supervisor.poll() is None:  # noqa: ASYNC110  (its sockets close an instant before it can be reaped)
-            await asyncio.sleep(0.001)
-        report.cancel()
 
-
-def _spawn(spec: ProgramSpec, control: socket.socket) -> subprocess.Popen[bytes]:
+def _spawn(spec: ProgramSpec, control: socket.socket) -> SupervisorProcess:
     with Path(spec.log).open("ab") as errors:
-        return subprocess.Popen(
+        child = subprocess.Popen(
             python_command("agentfly.resources.process.supervisor:run_program", control.fileno(), os.getpid()),
             cwd=spec.directory,
             stdin=subprocess.DEVNULL,
@@ -113,6 +141,7 @@ def _spawn(spec: ProgramSpec, control: socket.socket) -> subprocess.Popen[bytes]
             pass_fds=(control.fileno(), *spec.descriptors),
             start_new_session=True,  # Ctrl-C at the terminal is for the user's program, which then ends this in order
         )
+    return SupervisorProcess(child.pid, start_time(child.pid), child)
 
 
 _REAP_TIMEOUT_S = 10.0

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -24,10 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from agentfly.resources.process.child import (
+    ChildWatch,
     become_subreaper,
-    child_wakeup_pipe,
     kill_descendants,
-    reap_child,
     reset_signals,
     set_parent_death_signal,
 )
@@ -219,20 +217,14 @@ def _prepare_child() -> None:
 
 
 def _wait_for_end(program: int, control: socket.socket, parent: int, output: int, log: RotatingLog) -> int | None:
-    woken, _ = child_wakeup_pipe()
-    stop_requested: list[bool] = []
-    signal.signal(signal.SIGTERM, lambda *_: stop_requested.append(True))
-    watched = [control.fileno(), woken, output]
+    # A fork of the dead parent may hold the control socket open. The parent is therefore checked every second.
+    watch = ChildWatch(program, lambda: os.getppid() == parent)
+    watched = [control.fileno(), output]
     deadline, pending = float("inf"), b""
-    while not stop_requested and os.getppid() == parent and time.monotonic() < deadline:
-        while (ended := reap_child()) is not None:
-            pid, status = ended
-            if pid == program:
-                return status
-        # A fork of the dead parent may hold the control socket open. The parent is therefore checked every second.
-        readable, _, _ = select.select(watched, [], [], max(0.0, min(1.0, deadline - time.monotonic())))
-        if woken in readable:
-            os.read(woken, 4096)
+    while time.monotonic() < deadline:
+        readable = watch.wait(watched, max(0.0, min(1.0, deadline - time.monotonic())))
+        if readable is None:
+            return watch.status
         if output in readable and not _copy_output(output, log):
             watched.remove(output)
         if control.fileno() in readable:

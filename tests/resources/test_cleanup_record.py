@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from agentfly.core import user_directories
 from agentfly.resources.containers.bubblewrap.backend import probe
 from agentfly.resources.engine.live_runs import find_runs
 from agentfly.resources.engine.orphans import reap_orphans
@@ -131,7 +132,7 @@ def test_where_the_state_directory_cannot_be_written_a_spare_one_is_taken_withou
 ) -> None:
     (state.parent / "file").touch()
     monkeypatch.setenv("AGENTFLY_STATE_DIR", str(state.parent / "file" / "state"))
-    monkeypatch.setattr(ledger, "fallback_state_directories", lambda: [state.parent / "spare"])
+    monkeypatch.setattr(user_directories, "fallback_state_directories", lambda: [state.parent / "spare"])
     with CleanupRecord("place", REMOVE_DIRECTORY, {"directory": "/nowhere"}):
         assert traces(state.parent / "spare") == [{"directory": "/nowhere"}]
     assert not [*(state.parent / "spare").iterdir()]
@@ -143,7 +144,7 @@ def test_where_nothing_can_be_written_down_a_look_at_the_machine_goes_on(
 ) -> None:
     state.parent.joinpath("file").touch()
     monkeypatch.setenv("AGENTFLY_STATE_DIR", str(state.parent / "file" / "state"))
-    monkeypatch.setattr(ledger, "fallback_state_directories", list)
+    monkeypatch.setattr(user_directories, "fallback_state_directories", list)
     with CleanupRecord("place", REMOVE_DIRECTORY, {"directory": "/nowhere"}) as record:
         pass
     record.close()

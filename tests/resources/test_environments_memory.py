@@ -13,7 +13,7 @@ from agentfly.core.errors import ResourceDied
 from agentfly.resources.environments.environment import Environment
 from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.environments.worker_process import reap
-from agentfly.resources.process import memory_limit
+from agentfly.resources.process import cgroups
 from agentfly.resources.process.cgroups import writable_cgroup_parent
 from agentfly.resources.resource import Status
 
@@ -49,7 +49,7 @@ class Hog:
 @pytest.fixture(params=["control group", "measuring"], autouse=True)
 def how_it_is_bounded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "measuring":
-        monkeypatch.setattr(memory_limit, "writable_cgroup_parent", lambda: None)
+        monkeypatch.setattr(cgroups, "writable_cgroup_parent", lambda: None)
     elif writable_cgroup_parent() is None:
         pytest.skip("No control groups can be made here. Run the tests as root, or where a group is delegated.")
     return str(request.param)

@@ -17,12 +17,14 @@ from typing import Any
 
 import pytest
 
+from agentfly.core import user_directories
 from agentfly.core.errors import PrerequisiteError, ResourceStartError, ResourceUnreachable, UsageError
+from agentfly.core.user_directories import state_directory
 from agentfly.resources.engine import orphans
 from agentfly.resources.engine.engine import ResourceEngine
 from agentfly.resources.engine.orphans import reap_orphans
 from agentfly.resources.process import ledger
-from agentfly.resources.process.ledger import Ledger, LedgerEntry, state_directory
+from agentfly.resources.process.ledger import Ledger, LedgerEntry
 from agentfly.resources.process.procfs import ProcessIdentity, start_time
 from agentfly.testing.fake_resource import FakeSpec
 
@@ -254,7 +256,7 @@ async def test_a_removal_that_hangs_is_given_up(tmp_path, monkeypatch):
 def spare(tmp_path_factory, monkeypatch):
     """The only spare directory there may be."""
     directory = tmp_path_factory.mktemp("spare") / "state"
-    monkeypatch.setattr(ledger, "fallback_state_directories", lambda: [directory])
+    monkeypatch.setattr(user_directories, "fallback_state_directories", lambda: [directory])
     return directory
 
 
@@ -353,7 +355,7 @@ def test_a_child_that_was_forked_while_an_engine_ran_has_a_ledger_of_its_own_and
 
 
 async def test_nothing_starts_that_cannot_be_written_down(tmp_path, monkeypatch):
-    monkeypatch.setattr(ledger, "fallback_state_directories", list)
+    monkeypatch.setattr(user_directories, "fallback_state_directories", list)
     (tmp_path / "file").write_text("in the way")
     spec = FakeSpec()
     async with ResourceEngine(ledger=tmp_path / "file") as engine:

@@ -48,7 +48,7 @@ PROGRAM = """
 @pytest.fixture(autouse=True)
 def no_spare_directories(monkeypatch):
     """What others have on this machine is not looked at."""
-    monkeypatch.setattr("agentfly.resources.process.ledger.fallback_state_directories", list)
+    monkeypatch.setattr("agentfly.core.user_directories.fallback_state_directories", list)
 
 
 @pytest.fixture

@@ -383,8 +383,7 @@ def test_a_directory_that_cannot_be_written_has_a_spare_and_then_the_process_cou
     blocked.write_text("a file where a directory belongs")
     monkeypatch.setenv("AGENTFLY_STATE_DIR", str(blocked))
     spares = [blocked / "nowhere", *([tmp_path / "spare"] if spare else [])]
-    for module in ("agentfly.resources.process.ledger", "agentfly.resources.model_api.shared_usage"):
-        monkeypatch.setattr(f"{module}.fallback_state_directories", lambda: spares)
+    monkeypatch.setattr("agentfly.core.user_directories.fallback_state_directories", lambda: spares)
 
     async def main() -> None:
         host = HostUsageRegistry()

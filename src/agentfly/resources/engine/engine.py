@@ -18,6 +18,7 @@ from agentfly.core.errors import ConfigError, ResourceError, UsageError, error_m
 from agentfly.core.events import EventStream, LeaseGranted, LeaseRefused, LeaseReleased, LeaseRequested, ResourceEvent
 from agentfly.core.numbers import is_finite_number
 from agentfly.core.signals import defer_sigint
+from agentfly.core.user_directories import state_directory
 from agentfly.resources.engine import orphans
 from agentfly.resources.engine.controller import InstanceController
 from agentfly.resources.engine.instances import LiveInstances
@@ -26,7 +27,7 @@ from agentfly.resources.engine.preparation import Preparer
 from agentfly.resources.engine.status import EngineSnapshot, take_snapshot
 from agentfly.resources.engine.status_socket import StatusSocket
 from agentfly.resources.engine.usage import ActiveCall, ActiveCalls, Occupancy
-from agentfly.resources.process.ledger import Ledger, state_directory
+from agentfly.resources.process.ledger import Ledger
 from agentfly.resources.resource import Resource, Scope, Status
 from agentfly.resources.scheduler.budget import Budget
 from agentfly.resources.scheduler.decisions import (

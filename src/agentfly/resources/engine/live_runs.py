@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from agentfly.core.threads.pool import run_in_thread
+from agentfly.core.user_directories import state_directories
 from agentfly.resources.engine.status import EngineSnapshot
 from agentfly.resources.engine.status_socket import short_path, socket_path
 from agentfly.resources.process import ledger
-from agentfly.resources.process.ledger import CLEANUP_RECORD_PREFIX, LedgerEntry, state_directories
+from agentfly.resources.process.ledger import CLEANUP_RECORD_PREFIX, LedgerEntry
 from agentfly.resources.process.procfs import ProcessIdentity, age_seconds, command_line
 
 QUERY_TIMEOUT_S = 2.0

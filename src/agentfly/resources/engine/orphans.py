@@ -17,10 +17,11 @@ from typing import Any
 from agentfly.core.errors import ResourceUnreachable, describe_error
 from agentfly.core.files import is_same_file, try_lock
 from agentfly.core.threads.pool import run_in_thread
+from agentfly.core.user_directories import state_directories
 from agentfly.resources.engine.status_socket import socket_path
 from agentfly.resources.kind import ReapFunction, import_object
 from agentfly.resources.process import ledger
-from agentfly.resources.process.ledger import LedgerEntry, state_directories
+from agentfly.resources.process.ledger import LedgerEntry
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ async def reap_orphans(directory: Path | None = None, *, repeat: bool = False) -
     `agentfly.core.errors.ResourceUnreachable` is reported once. After `UNREACHABLE_DAYS` it is dropped with a report.
 
     Args:
-        directory: the state directory; by default the user's (see `agentfly.resources.process.ledger.state_directory`).
+        directory: the state directory; by default the user's (see `agentfly.core.user_directories.state_directory`).
         repeat: whether to report unreachable orphans again.
 
     Returns:

@@ -20,9 +20,8 @@ from agentfly.resources.environments.wire_format import decode
 from agentfly.resources.environments.wire_types import DeclaredTypes, MalformedData
 from agentfly.resources.environments.worker import ProcessContext, SimulatorSpec
 from agentfly.resources.environments.worker_process import WorkerProcess
-from agentfly.resources.process.cgroups import writable_cgroup_parent
+from agentfly.resources.process.cgroups import MemoryLimit, writable_cgroup_parent
 from agentfly.resources.process.child import describe_exit, minimal_environment, search_path
-from agentfly.resources.process.memory_limit import MemoryLimit
 
 logger = logging.getLogger(__name__)
 

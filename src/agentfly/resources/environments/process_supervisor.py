@@ -22,13 +22,13 @@ from typing import NoReturn
 
 from agentfly.core.tree_removal import remove_tree
 from agentfly.resources.environments.worker import serve_requests
+from agentfly.resources.process.cgroups import MemoryLimit
 from agentfly.resources.process.child import (
     ChildWatch,
     become_subreaper,
     kill_descendants,
     set_parent_death_signal,
 )
-from agentfly.resources.process.memory_limit import MemoryLimit
 from agentfly.resources.process.procfs import start_time
 
 OWNER_POLL_S = 1.0

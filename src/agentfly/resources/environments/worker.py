@@ -24,7 +24,7 @@ from agentfly.resources.environments.pickling import dumps_plain, find_unpicklab
 from agentfly.resources.environments.remote_error import encode_error, pickle_error
 from agentfly.resources.environments.wire_format import encode
 from agentfly.resources.environments.wire_types import DeclaredTypes, NotSerializable
-from agentfly.resources.process.memory_limit import MemoryLimit
+from agentfly.resources.process.cgroups import MemoryLimit
 
 FRAME_LENGTH = struct.Struct(">Q")
 

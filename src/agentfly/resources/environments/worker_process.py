@@ -19,8 +19,8 @@ from agentfly.resources.environments.fork_server import ForkServer
 from agentfly.resources.environments.process_supervisor import ExitInfo, SupervisorConfig
 from agentfly.resources.environments.wire_types import MAX_BYTES, MalformedData
 from agentfly.resources.environments.worker import FRAME_LENGTH
+from agentfly.resources.process.cgroups import MemoryLimit
 from agentfly.resources.process.child import python_command
-from agentfly.resources.process.memory_limit import MemoryLimit
 from agentfly.resources.process.procfs import peer_closed, signal_descendants, start_time
 from agentfly.resources.process.supervised import KILL_TIMEOUT_S, SupervisorProcess
 

@@ -23,8 +23,8 @@ from agentfly.core.errors import (
 from agentfly.core.installation import install_command
 from agentfly.core.threads.pool import run_in_thread
 from agentfly.core.tree_removal import remove_tree
+from agentfly.core.user_directories import state_directory
 from agentfly.resources.mcp.spec import MCPServerSpec
-from agentfly.resources.process.ledger import state_directory
 from agentfly.resources.process.supervised import SupervisedProgram
 from agentfly.resources.process.supervisor import log_tail
 from agentfly.resources.resource import Resource, Status

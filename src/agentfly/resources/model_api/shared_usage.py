@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from agentfly.core import user_directories
 from agentfly.core.errors import PrerequisiteError
 from agentfly.core.shared_file import FileLocked, lock_file, remove_stale_files
 from agentfly.resources.credentials import Credentials
 from agentfly.resources.model_api.usage_window import UsageWindow
-from agentfly.resources.process.ledger import fallback_state_directories, state_directories, state_directory
 from agentfly.resources.process.procfs import ProcessIdentity
 
 
@@ -254,11 +254,11 @@ def _path(base_url: str, model: str, credentials: Credentials) -> Path | None:
 def _directories() -> Iterator[Path]:
     """Return the possible directories of accounts: the state directory, then a directory of the user."""
     with contextlib.suppress(PrerequisiteError):  # the user has no home
-        yield state_directory() / "apis"
-    for spare in fallback_state_directories():
+        yield user_directories.state_directory() / "apis"
+    for spare in user_directories.fallback_state_directories():
         with contextlib.suppress(OSError):
             spare.mkdir(exist_ok=True, mode=0o700)
-        if spare in state_directories(spare.parent):
+        if user_directories.is_own_directory(spare):
             yield spare / "apis"
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from agentfly.core.errors import APIUnavailable, ModelAPIError, ResourceDied, ResourceResetError, UsageError
 from agentfly.core.threads.pool import run_in_thread
 from agentfly.core.tree_removal import remove_tree
+from agentfly.core.user_directories import state_directory
 from agentfly.resources.model_api.client import ModelClient
 from agentfly.resources.model_api.judge import Judge
 from agentfly.resources.model_api.responses import ChatCompletion, TextCompletion
@@ -32,7 +33,6 @@ from agentfly.resources.model_server.token_server import (
     server_url,
 )
 from agentfly.resources.model_server.vllm_command import server_command
-from agentfly.resources.process.ledger import state_directory
 from agentfly.resources.process.supervisor import log_tail
 from agentfly.resources.resource import Resource, Status
 

@@ -1,10 +1,11 @@
-"""Control groups, versions 1 and 2: limits on memory, processes and CPU time of a sandbox."""
+"""Control groups, versions 1 and 2: limits on memory, processes and CPU time of a sandbox or simulator."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import resource
 import signal
 import time
 import uuid
@@ -14,20 +15,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from agentfly.resources.process.procfs import descendants, private_memory_bytes
+
 _CPU_PERIOD_US = 100_000
+_MAX_PIDS = 2**22  # the kernel's maximum
 _REMOVE = f"{__name__}:remove_probe"
-_CHARGED_AT_ONCE = 2**20  # bytes, generously
+_CHARGE_BATCH_BYTES = 2**20  # upper bound: the kernel charges memory in batches
 _OOMS = re.compile(rb"^oom (\d+)", re.MULTILINE)
 _OOM_KILLS = re.compile(rb"^oom_kill (\d+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Cgroup:
-    """The control group of one sandbox: one directory in version 2, one for each controller in version 1.
+    """A control group: one directory in version 2, one per controller in version 1.
 
     Args:
-        directories: by controller: ``memory``, ``pids`` and, where they are, ``cpu`` and ``freezer`` (in version 2,
-            any group can be frozen).
+        directories: by controller: ``memory``, ``pids`` and, if available, ``cpu`` and ``freezer``. In version 2 every
+            group can be frozen.
         version: 1 or 2.
     """
 
@@ -40,7 +44,7 @@ class Cgroup:
         return list(dict.fromkeys(self.directories.values()))
 
     def create(self, *, memory: int, pids: int, cpus: float) -> None:
-        """Make the group and set its limits. `cpus` of 0 sets none."""
+        """Create the group and set its limits. 0 ``cpus`` means no limit."""
         for path in self.paths:
             path.mkdir(exist_ok=True)
         memory_at, pids_at = self.directories["memory"], self.directories["pids"]
@@ -65,10 +69,10 @@ class Cgroup:
         return "freezer" in self.directories
 
     def freeze(self, patience_s: float = 10.0) -> None:
-        """Stop its processes where they are; return when all are.
+        """Freeze its processes. Return when all are frozen.
 
         Raises:
-            OSError: they do not stop, as where one waits for a disk that does not answer.
+            OSError: they do not freeze, for instance because one waits for a disk that does not answer.
         """
         path = self.directories["freezer"]
         name, word, state, done = (
@@ -84,16 +88,16 @@ class Cgroup:
             time.sleep(0.0005)
 
     def thaw(self) -> None:
-        """Let its processes go on; fine if they do, or are gone."""
+        """Continue its processes. Does nothing if they run or are gone."""
         thaw_cgroup(self.directories["freezer"])
 
     def attach(self, pid: int) -> None:
-        """Move a process into the group; what it starts from then on is born there."""
+        """Move a process into the group. Its future children start in the group."""
         for path in self.paths:
             _write(f"{path}/cgroup.procs", pid)
 
     def oom_kills(self) -> int:
-        """Return how many processes of the group the kernel killed for exceeding the memory limit."""
+        """Return the number of processes of the group that the kernel killed at the memory limit."""
         counter = OOMKillCounter(self)
         try:
             return counter.kills()
@@ -101,7 +105,7 @@ class Cgroup:
             counter.close()
 
     def has_killed_for_its_own_limit(self) -> bool:
-        """Whether the kernel has killed a process of the group for the group's limit, and not for the machine's."""
+        """Return whether the kernel killed a process for the group's own limit, not because the machine ran out."""
         at = self.directories["memory"]
         try:
             if self.version == 2:
@@ -109,31 +113,31 @@ class Cgroup:
                 met = found is not None and int(found[1]) > 0
             else:
                 most, limit = (int((at / f"memory.{name}_in_bytes").read_text()) for name in ("max_usage", "limit"))
-                met = most + _CHARGED_AT_ONCE >= limit
+                met = most + _CHARGE_BATCH_BYTES >= limit
         except OSError:  # the group is gone
             return False
         return met and self.oom_kills() > 0
 
     def remove(self, patience_s: float = 2.0) -> None:
-        """Remove the group after its processes were killed; kill the last ones.
+        """Remove the group after its processes were killed. Kill any that are left.
 
         Raises:
-            OSError: there are still processes in it.
+            OSError: a process in it does not end.
         """
         remove_cgroups(self.paths, patience_s)
 
 
 def thaw_cgroup(path: Path) -> None:
-    """Let the processes of a control group's directory go on, if it is one that can freeze them."""
+    """Continue the processes of a control group, given its directory, if it can freeze them."""
     _write_if_there(path / "cgroup.freeze", 0)
     _write_if_there(path / "freezer.state", "THAWED")
 
 
 class OOMKillCounter:
-    """The same count for who asks often, from a file that stays open."""
+    """Counts the kills of a group at its memory limit. It keeps the file open, for frequent queries."""
 
     def __init__(self, group: Cgroup) -> None:
-        """Look at a group; in one that is not there, nothing was ever killed."""
+        """Open the counter of a group. It is 0 for a group that does not exist."""
         name = "memory.events" if group.version == 2 else "memory.oom_control"
         try:
             self._descriptor = os.open(f"{group.directories['memory']}/{name}", os.O_RDONLY | os.O_CLOEXEC)
@@ -154,18 +158,18 @@ class OOMKillCounter:
         return self._kills
 
     def close(self) -> None:
-        """Look no more."""
+        """Close the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def remove_cgroups(paths: list[Path], patience_s: float = 2.0) -> None:
-    """Remove directories of control groups, and kill who is still in them; those that are gone already are fine.
+    """Remove directories of control groups, and kill any processes in them. Missing directories are skipped.
 
     Raises:
-        TimeoutError: there are processes in one that do not die.
-        OSError: it cannot be removed.
+        TimeoutError: processes in a group do not die.
+        OSError: a directory cannot be removed.
     """
     deadline = time.monotonic() + patience_s
     for path in paths:
@@ -189,7 +193,7 @@ def remove_cgroups(paths: list[Path], patience_s: float = 2.0) -> None:
 
 
 def _kill_members(path: Path, pids: list[int]) -> None:
-    """Kill processes that were in a group. A process id that another process has reused is left alone."""
+    """Kill those processes that are still in a group. Another process that reuses an id is not killed."""
     opened: dict[int, int] = {}
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -203,7 +207,7 @@ def _kill_members(path: Path, pids: list[int]) -> None:
 
 
 def cgroup_pids(path: Path) -> list[int]:
-    """The processes in a control group's directory."""
+    """Return the ids of the processes in a control group, given its directory."""
     try:
         return [int(line) for line in (path / "cgroup.procs").read_text().split()]
     except OSError:
@@ -212,7 +216,7 @@ def cgroup_pids(path: Path) -> list[int]:
 
 @dataclass(frozen=True)
 class CgroupParent:
-    """The place where this process may create control groups.
+    """A control group in which this process may create control groups.
 
     Args:
         parents: the parent directory, by controller.
@@ -223,7 +227,7 @@ class CgroupParent:
     version: int
 
     def cgroup(self, name: str, *, cpus: float = 0) -> Cgroup:
-        """The (not yet made) control group of that name, with the controllers that its limits need."""
+        """Return the control group of that name, not yet created, with the controllers that its limits need."""
         needed = {"memory", "pids", "freezer"} | ({"cpu"} if cpus else set())
         found = {controller: parent / name for controller, parent in self.parents.items() if controller in needed}
         return Cgroup(found, self.version)
@@ -231,11 +235,79 @@ class CgroupParent:
 
 @cache
 def writable_cgroup_parent() -> CgroupParent | None:
-    """Return where this process may create control groups that limit memory and processes; None if nowhere."""
-    return _version_2_home() or _version_1_home()
+    """Return a parent for control groups that limit memory and processes; None if this process may create none."""
+    return _find_version_2_parent() or _find_version_1_parent()
 
 
-def _version_2_home() -> CgroupParent | None:
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A memory limit of a simulator and all its descendants together.
+
+    The kernel enforces it where control groups can be created. Elsewhere the supervisor measures four times a second,
+    and no single process may allocate more than the limit, so that none can outrun the measurement.
+
+    Args:
+        limit: bytes.
+        directories: the directories of the control group, by controller; empty without control groups.
+        version: the version of control groups, 1 or 2.
+    """
+
+    limit: int
+    directories: dict[str, str]
+    version: int
+
+    poll_interval_s = 0.25
+
+    @classmethod
+    def for_instance(cls, limit: int, instance: str) -> MemoryLimit:
+        """Return the limit of an instance, in the form that this machine can enforce."""
+        parent = writable_cgroup_parent()
+        if parent is None:
+            return cls(limit, {}, 0)
+        group = parent.cgroup(f"agentfly-{instance}")
+        return cls(limit, {name: str(path) for name, path in group.directories.items()}, group.version)
+
+    def create(self) -> None:
+        """Create the control group; called by the supervisor before it forks."""
+        if self.directories:
+            self.remove()  # left by an earlier process of this instance, whose counters must not count
+            self._group.create(memory=self.limit, pids=_MAX_PIDS, cpus=0)
+
+    def join(self) -> None:
+        """Put the calling process and its future descendants under the limit."""
+        if self.directories:
+            self._group.attach(os.getpid())
+        else:
+            resource.setrlimit(resource.RLIMIT_DATA, (self.limit, self.limit))
+
+    def oom_kills(self) -> int:
+        """Return the number of processes that the kernel killed for the limit. Kills by the supervisor do not count."""
+        return self._group.oom_kills() if self.directories else 0
+
+    def exceeded(self) -> bool:
+        """Return whether the descendants of the calling process have exceeded the limit."""
+        if self.directories:
+            return self.oom_kills() > 0
+        return sum(map(private_memory_bytes, descendants(os.getpid()))) > self.limit
+
+    def remove(self) -> None:
+        """Kill remaining processes under the limit, and remove the control group. Does nothing if it is gone.
+
+        Raises:
+            OSError: a process in it does not end.
+        """
+        if self.directories:
+            for pid in cgroup_pids(Path(self.directories["memory"])):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._group.remove()
+
+    @property
+    def _group(self) -> Cgroup:
+        return Cgroup({name: Path(path) for name, path in self.directories.items()}, self.version)
+
+
+def _find_version_2_parent() -> CgroupParent | None:
     root = next((mount for kind, _, mount in _mounts() if kind == "cgroup2"), None)
     own = _own_groups().get("")
     if root is None or own is None:
@@ -244,10 +316,10 @@ def _version_2_home() -> CgroupParent | None:
     while directory.is_relative_to(root):
         controllers = _delegated(directory)
         if {"memory", "pids"} <= controllers:
-            there = controllers & {"memory", "pids", "cpu"}
-            home = CgroupParent(dict.fromkeys((*there, "freezer"), directory), 2)
-            if _probe(home):
-                return home
+            available = controllers & {"memory", "pids", "cpu"}
+            parent = CgroupParent(dict.fromkeys((*available, "freezer"), directory), 2)
+            if _probe(parent):
+                return parent
         if directory == root:
             break
         directory = directory.parent
@@ -255,7 +327,7 @@ def _version_2_home() -> CgroupParent | None:
 
 
 def _delegated(directory: Path) -> set[str]:
-    """The controllers that a child of this version 2 group would have, after asking for those that it could have."""
+    """Enable the needed controllers for children of this version 2 group. Return those that are enabled."""
     try:
         for name in ("memory", "pids", "cpu"):
             _write_if_there(directory / "cgroup.subtree_control", f"+{name}")
@@ -264,7 +336,7 @@ def _delegated(directory: Path) -> set[str]:
         return set()
 
 
-def _version_1_home() -> CgroupParent | None:
+def _find_version_1_parent() -> CgroupParent | None:
     own = _own_groups()
     parents: dict[str, Path] = {}
     for kind, options, mount in _mounts():
@@ -273,16 +345,16 @@ def _version_1_home() -> CgroupParent | None:
         for name in {"memory", "pids", "cpu", "freezer"} & options:
             directory = mount / own.get(name, "/").lstrip("/")
             parents[name] = directory if directory.is_dir() else mount
-    home = CgroupParent(parents, 1)
-    return home if {"memory", "pids"} <= parents.keys() and _probe(home) else None
+    parent = CgroupParent(parents, 1)
+    return parent if {"memory", "pids"} <= parents.keys() and _probe(parent) else None
 
 
-def _probe(home: CgroupParent) -> bool:
-    """Whether a group with limits can be made there, and a process moved into it."""
-    from agentfly.resources.process.ledger import CleanupRecord  # here: small programs that try nothing import this too
+def _probe(parent: CgroupParent) -> bool:
+    """Return whether a group with limits can be created there, and a process moved into it."""
+    from agentfly.resources.process.ledger import CleanupRecord  # lazy: supervisors need no probe
 
-    cpus = 1.0 if "cpu" in home.parents else 0
-    group = home.cgroup(f"agentfly-probe-{uuid.uuid4().hex[:8]}", cpus=cpus)
+    cpus = 1.0 if "cpu" in parent.parents else 0
+    group = parent.cgroup(f"agentfly-probe-{uuid.uuid4().hex[:8]}", cpus=cpus)
     with CleanupRecord("cgroup-probe", _REMOVE, {"directories": [str(path) for path in group.paths]}):
         try:
             group.create(memory=2**28, pids=64, cpus=cpus)
@@ -296,16 +368,16 @@ def _probe(home: CgroupParent) -> bool:
 
 
 def remove_probe(traces: dict[str, Any]) -> None:
-    """Remove the control group by which a process that died tried what can be limited. Fine if it is gone.
+    """Remove the control group of a probe whose process died. Does nothing if it is gone.
 
     Raises:
-        OSError: it is still there.
+        OSError: it cannot be removed.
     """
     remove_cgroups([Path(directory) for directory in traces["directories"]])
 
 
 def _own_groups() -> dict[str, str]:
-    """This process's group by controller; version 2 under the empty name."""
+    """Return this process's group by controller. The key of version 2 is empty."""
     groups: dict[str, str] = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
@@ -314,7 +386,7 @@ def _own_groups() -> dict[str, str]:
 
 
 def _mounts() -> Iterator[tuple[str, set[str], Path]]:
-    """File system type, super options and mount point of each mount."""
+    """Yield the file system type, super options and mount point of each mount."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)

@@ -14,8 +14,6 @@ import contextlib
 import json
 import logging
 import os
-import stat
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping
@@ -23,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from agentfly.core import user_directories
 from agentfly.core.errors import PrerequisiteError, UsageError
 from agentfly.core.files import atomic_write
 from agentfly.core.tree_removal import remove_tree
@@ -59,41 +58,6 @@ class LedgerEntry:
     unreachable_since: float | None = None
 
 
-def state_directory(chosen: Path | None = None) -> Path:
-    """Return the directory of ledgers: as given, ``$AGENTFLY_STATE_DIR``, or ``agentfly`` in ``$XDG_STATE_HOME``.
-
-    Raises:
-        PrerequisiteError: none of these is given, and the user has no home directory.
-    """
-    if chosen is not None:
-        return chosen
-    if own := os.environ.get("AGENTFLY_STATE_DIR"):
-        return Path(own)
-    if home := os.environ.get("XDG_STATE_HOME"):
-        return Path(home) / "agentfly"
-    try:
-        return Path.home() / ".local" / "state" / "agentfly"
-    except RuntimeError as error:
-        raise PrerequisiteError(
-            f"What is started is written down in a directory of the user, and user {os.getuid()} has no home: {error} "
-            "Set AGENTFLY_STATE_DIR to a directory that can be written and outlives this process."
-        ) from error
-
-
-def fallback_state_directories() -> list[Path]:
-    """Return the directories used when the state directory is not writable: in memory, or in a temporary directory.
-
-    They belong to the user alone, and are searched for orphans too.
-    """
-    user = os.geteuid()
-    return [Path(f"/dev/shm/agentfly-state-{user}"), Path(tempfile.gettempdir()) / f"agentfly-state-{user}"]
-
-
-def state_directories(chosen: Path | None = None) -> list[Path]:
-    """Return all existing directories of ledgers: the state directory and the fallbacks."""
-    return [state_directory(chosen), *filter(_is_own, fallback_state_directories())]
-
-
 def list_files(directory: Path) -> list[Path]:
     """Return the files of a state directory, sorted by name.
 
@@ -117,15 +81,6 @@ def list_files(directory: Path) -> list[Path]:
 def find_ledgers(directory: Path) -> list[Path]:
     """The ledgers that lie in a state directory."""
     return [path for path in list_files(directory) if path.suffix == ".ledger"]
-
-
-def _is_own(directory: Path) -> bool:
-    """Whether a directory belongs to the user, and no other user can write there."""
-    try:
-        found = directory.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 class Ledger:
@@ -211,11 +166,11 @@ class Ledger:
             OSError: there is none; it is ``reason``.
         """
         here = (self._directory, self.path)
-        for directory in fallback_state_directories():
+        for directory in user_directories.fallback_state_directories():
             self._directory, self.path = directory, None
             with contextlib.suppress(OSError):
                 directory.mkdir(exist_ok=True, mode=0o700)
-                if _is_own(directory):
+                if user_directories.is_own_directory(directory):
                     self._rewrite()
                     break
         else:
@@ -363,8 +318,8 @@ def remove_directory(traces: dict[str, Any]) -> None:
 
 def _directory() -> Path:
     with contextlib.suppress(PrerequisiteError):
-        return state_directory()
-    spare = fallback_state_directories()[0]
+        return user_directories.state_directory()
+    spare = user_directories.fallback_state_directories()[0]
     with contextlib.suppress(OSError):
         spare.mkdir(mode=0o700, exist_ok=True)
     return spare

@@ -1,9 +1,9 @@
-"""Write the tables of fields in the guide of configurations anew, from the docstrings of the fields.
+"""Rewrite the tables of fields in the configuration guide from the docstrings of the fields.
 
     python scripts/configuration_guide.py
 
-A table stands below ``<!-- fields: ClassName -->``. `tests/cli/test_config_fields.py` sees that the guide is as this
-leaves it.
+A table stands below ``<!-- fields: ClassName -->``. `tests/cli/test_config_fields.py` checks that the guide is up to
+date.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TABLE = re.compile(r"<!-- fields: (\w+) -->\n(?:\|.*\n)*")
 
 
 def written(guide: str) -> str:
-    """The guide with its tables as they have to be.
+    """Return the guide with current tables.
 
     Raises:
         ValueError: a group of fields has no table, or a table no group.

@@ -50,11 +50,11 @@ class EndpointConfig(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     base_url: str
-    """The base of the endpoint, such as ``http://localhost:8000/v1``."""
+    """Base URL of the endpoint, such as ``http://localhost:8000/v1``."""
     model: str | None = None
-    """The model's name there; the only one that the endpoint serves if not given."""
+    """Name of the model at the endpoint. If not given, the only model that it serves."""
     token_ids: bool | None = None
-    """Whether to ask for token ids; of a server that says it is vLLM if not given."""
+    """Whether to request token ids. If not given, they are requested from servers that identify themselves as vLLM."""
     omit: tuple[str, ...] = ()
     """Parameters that the endpoint refuses, such as ``temperature``."""
     send_reasoning: bool = False
@@ -74,30 +74,30 @@ class MemoryConfig(BaseModel):
 
 
 class VLLMConfig(BaseModel):
-    """The agent's model served by vLLM; `agentfly.policies.vllm.policy.VLLMPolicy`.
+    """The agent's model served by vLLM; see `agentfly.policies.vllm.policy.VLLMPolicy`.
 
-    In training the model learns in this process, and the servers are handed its weights after each update.
+    In training, the model learns in this process, and its weights are sent to the servers after each update.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kind: Literal["vllm"] = "vllm"
-    """``vllm``; ``policy: vllm`` alone is one server with all settings as they are here."""
+    """``vllm``. The short form ``policy: vllm`` means one server with default settings."""
     servers: PositiveInt = 1
     """Number of servers to start; rollouts are distributed among them."""
     server: dict[str, Any] = {}
-    """Fields of `agentfly.ModelServerSpec` for each of them, such as ``dtype`` and ``context_length``."""
+    """Fields of `agentfly.ModelServerSpec` for each server, such as ``dtype`` and ``context_length``."""
     urls: tuple[str, ...] = ()
-    """Addresses of running servers, used instead of starting any."""
+    """Addresses of running servers. No server is started then."""
     api_key_env: str | None = None
-    """The environment variable with the key of these servers."""
+    """Environment variable with the key of these servers."""
     in_flight: Literal["wait", "keep"] = "wait"
-    """What an update does with running generations: wait for their end, or continue them with the new weights."""
+    """How an update treats running generations: ``wait`` for their end, or ``keep`` them, with the new weights."""
     weight_transfer_dir: str | None = None
-    """Directory through which weights go to servers, seen by both under one path; that for temporary files if not
-    given."""
+    """Directory through which weights are transferred. Trainer and servers must see it under the same path. If not
+    given, the directory for temporary files."""
     raw_logprobs: bool = False
-    """Whether log-probs at temperature 1 are recorded also where tokens are sampled differently."""
+    """Whether to record log-probs at temperature 1 in addition, if tokens are sampled differently."""
 
 
 class OracleConfig(BaseModel):
@@ -106,7 +106,7 @@ class OracleConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kind: Literal["oracle"] = "oracle"
-    """``oracle``; ``policy: oracle`` is the same."""
+    """``oracle``. The short form ``policy: oracle`` means the same."""
 
 
 GROUPS: Mapping[str, type[BaseConfig]] = {"training": TrainConfig, "sft": SFTConfig}
@@ -127,9 +127,9 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     agent: str
-    """Reference of an `Agent`, or of a function that takes a model and returns one."""
+    """Reference to an `Agent`, or to a function that takes a model and returns one."""
     model: str | None = None
-    """Name, Hugging Face id or directory of the model; the agent's own if not given."""
+    """Name, Hugging Face id or directory of the model. If not given, the agent's model."""
     policy: (
         Annotated[
             Annotated[EndpointConfig, Tag("(endpoint)")]
@@ -139,29 +139,32 @@ class RunConfig(BaseModel):
         ]
         | None
     ) = None
-    """What is sampled from: an endpoint (not in training), or ``vllm``; if not given, the model in this process."""
+    """Source of the samples: an endpoint (not in training), or ``vllm``. If not given, the model in this process."""
     memory: MemoryConfig | None = None
-    """What the agent sees of the conversation at each turn; the agent's own memory if not given."""
+    """The part of the conversation that the agent sees at each turn. If not given, the agent's own memory."""
     tasks: str | None = None
-    """Reference of the tasks, or of a function that returns them, or path of a file: JSON lines, CSV, parquet."""
+    """Reference to the tasks or to a function that returns them, or path of a file: JSON lines, JSON, CSV, parquet."""
     eval_tasks: str | None = None
-    """The same for the held-out tasks; without them nothing is evaluated."""
+    """The same for the held-out tasks. Without them there is no evaluation."""
     reward: str | None = None
-    """Reference of the reward, of a group's too; without one, the rewards of the tools are summed, or 0 if they gave
-    none."""
+    """Reference to the reward or group reward. Without one, the rewards of the tools are summed; the sum is 0 if there
+    are none."""
     curriculum: str | None = None
-    """Reference of a `Curriculum`, or of what makes one, such as ``agentfly.training.curriculum:BySuccessRate``: it
-    chooses and orders the tasks of each training epoch. All tasks in random order if not given."""
+    """Reference to a `Curriculum` or to a function that returns one, such as
+    ``agentfly.training.curriculum:BySuccessRate``. It chooses and orders the tasks of each epoch. If not given, all
+    tasks in random order."""
     oracle: str | None = None
-    """Reference of a perfect agent's turns, which ``agentfly check`` plays: a script, or a function that returns it."""
+    """Reference to the turns of a perfect agent, which ``agentfly check`` plays: a script, or a function that returns
+    one."""
     run_dir: str | None = None
-    """Directory of the run's files; ``runs/<time>`` in the working directory if not given."""
+    """Directory of the run's files. If not given, ``runs/<time>`` in the working directory."""
     directory: str = "."
-    """Where modules are searched first, and the base of relative paths: the configuration file's own directory."""
+    """Directory in which modules are searched first, and base of relative paths. The default is the directory of the
+    configuration file."""
     training: TrainConfig = Field(default_factory=TrainConfig)
-    """How to train; evaluations and rollouts read their share of it."""
+    """Settings of training. Evaluations and rollouts use a part of them."""
     sft: SFTConfig = Field(default_factory=SFTConfig)
-    """How ``agentfly sft`` warm-starts the model on successful trajectories."""
+    """Settings of ``agentfly sft``, the warm start on successful trajectories."""
 
     @field_validator("training", "sft", mode="wrap")
     @classmethod

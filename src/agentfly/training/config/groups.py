@@ -13,44 +13,45 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class AdvantageConfig(BaseConfig):
-    """What the estimators of advantages can be told; each reads its own part."""
+    """Settings of the advantage estimators. Each estimator reads only its own settings."""
 
     GROUP: ClassVar[str] = "advantage"
 
     discount: Share = 1.0
-    """Weight of what comes one token later (``gae``, ``reinforce_plus_plus``): gamma."""
+    """Discount factor per sampled token (``gae``, ``reinforce_plus_plus``): gamma."""
     gae_lambda: Share = 1.0
-    """Weight of longer looks ahead in ``gae``: lambda."""
+    """Decay factor of temporal-difference errors in ``gae``: lambda."""
     step_discount: Share = 0.95
-    """Weight of what comes one turn later in the step returns of ``gigpo``: gamma."""
+    """Discount factor per turn in the step returns of ``gigpo``: gamma."""
     step_weight: NonNegativeFloat = 1.0
-    """Weight of the step advantage beside the episode's in ``gigpo``: omega."""
+    """Weight of the step advantage relative to the episode advantage in ``gigpo``: omega."""
     divide_by_std: bool = True
-    """Whether ``gigpo`` divides by the standard deviation of a group, as ``grpo`` does and ``dr_grpo`` does not."""
+    """Whether ``gigpo`` divides by the standard deviation of a group, like ``grpo`` and unlike ``dr_grpo``."""
     anchor_match: Literal["exact", "similar"] = "exact"
-    """Whether ``gigpo`` compares turns taken in the same state, or in states that are alike."""
+    """Whether ``gigpo`` compares turns taken in equal states, or in similar states."""
     anchor_similarity: Share = 0.95
-    """Share of two states' text that must agree for them to be alike: twice their longest common subsequence of
-    characters over both lengths."""
+    """Minimum similarity of the texts of two similar states: twice the length of their longest common subsequence of
+    characters, divided by the sum of their lengths."""
 
 
 class CorrectionConfig(BaseConfig):
-    """Rollout correction: importance weights between the trainer's own log-probs and those of the sampler.
+    """Rollout correction: importance weights for the difference between the trainer's and the sampler's log-probs.
 
-    The trainer scores each batch before the update. The policy's ratio is then taken to these scores, and each token is
-    weighed by the trainer's probability over the sampler's, held within bounds.
+    The trainer scores each batch before the update. The ratio of the loss refers to these scores. The weight of a token
+    is the trainer's probability divided by the sampler's, within bounds.
     """
 
     GROUP: ClassVar[str] = "correction"
 
     level: Literal["token", "sequence", "sequence_mean"] = "token"
-    """Whether weights are a token's own, the product over its row, or the geometric mean over its row."""
+    """Weights per token, per row as the product over its tokens (``sequence``), or per row as their geometric mean
+    (``sequence_mean``)."""
     mode: Literal["truncate", "mask"] = "truncate"
-    """Whether weights beyond the bounds are moved to them, or their tokens (or rows) left out."""
+    """Whether weights beyond the bounds are clamped to them, or their tokens (or rows) are masked."""
     upper: PositiveFloat = 2.0
-    """The largest weight."""
+    """Largest weight."""
     lower: PositiveFloat | None = None
-    """The smallest weight; if not given, none is too small for ``truncate``, and ``mask`` takes one over ``upper``."""
+    """Smallest weight. None for no lower bound with ``truncate``, and for 1 / ``upper`` with ``mask``."""
 
     @property
     def effective_lower(self) -> float:
@@ -72,30 +73,30 @@ class CorrectionConfig(BaseConfig):
 class CriticConfig(BaseConfig):
     """The critic: a copy of the model with one output, the value of the state in which each token is chosen.
 
-    What it has in common with the policy's optimizer, such as betas, weight decay and ``mini_batches``, is set once.
+    It shares other optimizer settings with the policy, such as betas, weight decay and ``mini_batches``.
     """
 
     GROUP: ClassVar[str] = "critic"
 
     learning_rate: PositiveFloat = 1e-5
-    """Learning rate of its AdamW, per update; it has no schedule."""
+    """Learning rate of the critic's AdamW, per update; it has no schedule."""
     updates_per_step: PositiveInt = 1
-    """Number of times it learns from each batch: epochs."""
+    """Number of passes of the critic over each batch (epochs)."""
     clip_value: PositiveFloat | None = 0.5
-    """A value may move so far from what it was before the step, in units of reward; None lets it go."""
+    """Maximum change of a value in one step, in units of reward. None for no limit."""
     warmup_steps: NonNegativeInt = 0
-    """Number of first steps in which the critic alone learns."""
+    """Number of initial steps in which only the critic learns."""
 
 
 class EarlyStopConfig(BaseConfig):
-    """Ends a run before its last step by what evaluations on held-out tasks find in ``eval_metric``."""
+    """Ends a run before its last step, depending on the metric ``eval_metric`` of evaluations."""
 
     GROUP: ClassVar[str] = "early_stop"
 
     target: float | None = None
-    """The run ends once the metric is at least this; None sets no target."""
+    """The run ends when the metric reaches this value. None for no target."""
     patience: PositiveInt | None = None
-    """The run ends after so many evaluations in a row without a new best; None waits for ever."""
+    """The run ends after this number of consecutive evaluations without a new best. None for no limit."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -105,22 +106,24 @@ class EarlyStopConfig(BaseConfig):
 
 
 class KLConfig(BaseConfig):
-    """The divergence from the policy before training (the reference), as a penalty."""
+    """A penalty on the divergence from the policy before training (the reference)."""
 
     GROUP: ClassVar[str] = "kl"
 
     coefficient: NonNegativeFloat = 0.0
-    """Weight of the penalty, in reward (or loss) per nat and token. 0 keeps no reference."""
+    """Weight of the penalty, in reward (or loss) per nat and token. 0 for no penalty; no reference is kept."""
     where: Literal["loss", "reward"] = "loss"
-    """Whether it is added to the loss, with its gradient, or taken from each token's reward, before advantages."""
+    """Whether the penalty is added to the loss, with its gradient, or subtracted from each token's reward before
+    advantages are computed."""
     estimator: Literal["k1", "k2", "k3", "low_variance", "full"] = "k3"
-    """How it is measured at a token; ``full`` sums over the vocabulary, the others look at the sampled token."""
+    """Estimator of the divergence at a token. ``full`` sums over the vocabulary; the others use only the sampled
+    token."""
     gradient: Literal["own", "k2"] = "own"
-    """Whether the loss has the estimator's own gradient, or that of ``k2``, which is right on average."""
+    """Whether the loss has the estimator's own gradient, or the gradient of ``k2``, which is unbiased."""
     target_nats: PositiveFloat | None = None
-    """Adapts the coefficient so that the mean divergence per token stays near this; None leaves it as it is."""
+    """Adapts the coefficient so that the mean divergence per token stays near this. None keeps it constant."""
     horizon_rows: PositiveInt = 10_000
-    """Number of rows over which an adaptive coefficient moves by a fifth, at most."""
+    """Number of rows in which an adaptive coefficient changes by at most about a fifth."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -142,9 +145,9 @@ class KLConfig(BaseConfig):
 
 
 class LoRAConfig(BaseConfig):
-    """Low-rank adapters (peft) that are trained while the model's own weights stay, in the weights' number format.
+    """Low-rank adapters (peft), trained in the number format of the model's weights, which stay unchanged.
 
-    A checkpoint holds the adapters alone. Loaded as a model, they are merged into that which training began with.
+    A checkpoint contains only the adapters. When it is loaded as a model, they are merged into the initial model.
 
     Source: LoRA, https://arxiv.org/abs/2106.09685.
     """
@@ -154,15 +157,15 @@ class LoRAConfig(BaseConfig):
     rank: PositiveInt = 16
     """Rank of the adapters."""
     alpha: PositiveInt = 32
-    """The adapters' output is scaled by this over the rank."""
+    """The output of the adapters is scaled by ``alpha`` / ``rank``."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the adapters' input that is dropped while training. Above 0, trained and sampled log-probs differ."""
+    """Share of the adapters' input that is dropped in training. Above 0, log-probs of training and sampling differ."""
     target_modules: tuple[str, ...] | str = "all-linear"
-    """Names of the modules that get adapters, or ``all-linear``."""
+    """Names of the modules with adapters, or ``all-linear``."""
 
 
 class DynamicSamplingConfig(BaseConfig):
-    """Groups whose rewards are all equal teach nothing: other tasks are tried in their place.
+    """Replaces groups whose rewards are all equal, which have no learning signal, by other tasks.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476, section 3.2.
     """
@@ -170,11 +173,12 @@ class DynamicSamplingConfig(BaseConfig):
     GROUP: ClassVar[str] = "dynamic_sampling"
 
     max_refills: PositiveInt = 3
-    """How often a step may roll out more tasks in place of groups without variance. What is left then is dropped."""
+    """Maximum number of rounds per step that replace groups without a learning signal. Groups that still have none are
+    then dropped."""
 
 
 class OverlongConfig(BaseConfig):
-    """A penalty that rises before the limit on an answer's length.
+    """A penalty that rises before the limit on the length of a trajectory.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476, equation 13.
     """
@@ -182,11 +186,11 @@ class OverlongConfig(BaseConfig):
     GROUP: ClassVar[str] = "overlong"
 
     max_tokens: PositiveInt
-    """Number of sampled tokens of a trajectory at which the penalty is whole."""
+    """Number of sampled tokens of a trajectory at which the penalty is complete."""
     buffer_tokens: PositiveInt
-    """Number of tokens before ``max_tokens`` over which it rises from 0."""
+    """Number of tokens before ``max_tokens`` over which the penalty rises from 0."""
     penalty: NonNegativeFloat = 1.0
-    """What is taken from the reward at ``max_tokens`` and beyond."""
+    """Reward that is subtracted at ``max_tokens`` and beyond."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -147,133 +147,136 @@ class TrainConfig(BaseConfig):
     SETTING_HINTS: ClassVar[Mapping[str, str]] = SETTING_HINTS
 
     algorithm: str = "grpo"
-    """How advantages are made from rewards: a name in `agentfly.training.advantages.ALGORITHMS`; in a file also a
-    reference of an `Algorithm`, as ``module:name`` or ``path/file.py:name``."""
+    """How advantages are estimated from rewards: a name in `agentfly.training.advantages.ALGORITHMS`. In a file also a
+    reference to an `Algorithm`, as ``module:name`` or ``path/file.py:name``."""
     loss: str = "ppo_clip"
-    """What is minimised: a name in `agentfly.training.losses.LOSSES`; in a file also a reference, as for
+    """The policy loss: a name in `agentfly.training.losses.LOSSES`. In a file also a reference, as for
     ``algorithm``."""
     aggregation: Literal["token_mean", "sequence_mean", "sequence_token_mean", "constant"] = "token_mean"
-    """How the tokens' losses become one: the mean over all tokens of a batch; the mean over its rows of each row's sum
-    (``sequence_mean``) or of each row's mean (``sequence_token_mean``); or the sum over tokens divided by
-    ``aggregation_tokens`` and the number of rows (Dr.GRPO)."""
+    """How the losses of tokens are averaged: over all tokens of a batch (``token_mean``); over the rows, of each row's
+    sum (``sequence_mean``) or mean (``sequence_token_mean``); or the sum over all tokens, divided by
+    ``aggregation_tokens`` and the number of rows (``constant``, as in Dr.GRPO)."""
     aggregation_tokens: PositiveInt | None = None
-    """Number of tokens that a row's sum is divided by under ``constant``: the longest that rows can be."""
+    """Divisor of a row's sum under ``constant``: the maximum number of tokens of a row."""
 
     advantage: AdvantageConfig = AdvantageConfig()
-    """What the algorithm can be told."""
+    """Settings of the algorithm."""
     correction: CorrectionConfig | None = None
-    """Importance weights between the trainer's log-probs and the sampler's; None takes the ratio to the sampler's."""
+    """Importance weights for the difference between the trainer's and the sampler's log-probs. None uses no weights,
+    and the ratio refers to the sampler's log-probs."""
     dynamic_sampling: DynamicSamplingConfig | None = None
-    """Other tasks in place of groups that teach nothing; None takes the groups as they come."""
+    """Replaces groups without a learning signal by other tasks. None keeps all groups."""
     overlong: OverlongConfig | None = None
-    """A penalty on long answers; None has none."""
+    """A penalty on long trajectories. None for no penalty."""
     max_row_tokens: Annotated[int, Field(ge=2)] | None = None
-    """Rows of more tokens are cut there; None cuts none."""
+    """Maximum number of tokens of a row; longer rows are truncated. None for no limit."""
 
     strategy: Literal["chain", "step"] = "chain"
-    """How turns become token sequences: ``chain``, one that grows with the conversation, or ``step``, one for each."""
+    """How turns become token sequences: ``chain`` has one that grows with the conversation, ``step`` one per turn."""
 
     steps: PositiveInt = 100
-    """Number of steps: each rolls out a batch and learns from it."""
+    """Number of steps. Each step rolls out a batch and learns from it."""
     tasks_per_step: PositiveInt = 8
     """Number of tasks in a step."""
     max_staleness: NonNegativeInt = 0
-    """Rollouts may run ahead of the update that they are trained in by so many versions of the weights. 0: rollouts and
-    updates take turns, and every token is trained under the weights that sampled it."""
+    """Maximum number of weight updates between the start of a rollout and the update that trains it. With 0, rollouts
+    and updates alternate, and every token is trained by the weights that sampled it."""
     attempts: PositiveInt = 8
-    """Number of rollouts of each task in a step: the size of a group."""
+    """Number of rollouts per task and step: the group size."""
     temperature: PositiveFloat | None = None
-    """Divides the logits, in the training rollouts and when their tokens are scored; None takes the agent's."""
+    """Divides the logits in training rollouts and in scoring. None uses the agent's temperature."""
 
     learning_rate: PositiveFloat = 1e-5
     """Learning rate of AdamW, per update."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after the warm-up: not at all, or down to ``min_learning_rate_ratio``."""
+    """Learning-rate schedule after the warm-up: constant, or falling to ``min_learning_rate_ratio``."""
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the learning rate that is left after the last step, where the schedule falls."""
+    """Share of the learning rate that remains after the last step of a falling schedule."""
     warmup_steps: NonNegativeInt = 0
     """Number of steps over which the learning rate rises linearly to its full value."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of AdamW, per update and unit of learning rate, on matrices."""
     adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Decay of AdamW's means of the gradients and of their squares, per update: beta 1 and beta 2."""
+    """Decay rates of AdamW's running means of the gradient and of its square, per update: beta 1 and beta 2."""
     adam_epsilon: PositiveFloat = 1e-8
-    """Added to the root of AdamW's mean of the squares."""
+    """Added to the square root of AdamW's mean of squares."""
     max_grad_norm: PositiveFloat = 1.0
-    """The gradient's Euclidean norm is scaled down to this."""
+    """Maximum Euclidean norm of the gradient; a larger gradient is scaled down."""
     updates_per_step: PositiveInt = 1
-    """Number of times each batch is learned from: epochs."""
+    """Number of passes over each batch (epochs)."""
     mini_batches: PositiveInt = 1
-    """Number of parts, of whole trajectories, that a batch is divided into; each makes an update of its own, so that a
-    step makes ``updates_per_step`` times as many."""
+    """Number of parts of whole trajectories into which a batch is divided. Each part makes one update, so a step makes
+    ``updates_per_step`` times as many."""
     micro_batch_tokens: PositiveInt = 4096
-    """Number of tokens scored at once, at most, unless a single row is longer. Bounds memory; changes no number."""
+    """Maximum number of tokens per forward pass; a longer single row gets its own pass. Bounds memory and changes no
+    result."""
     clip_low: NonNegativeFloat = 0.2
-    """A sampled token's probability ratio is clipped below 1 minus this; 1 sets no bound."""
+    """Lower clipping bound: the probability ratio of a token is clipped at 1 minus this. 1 for no bound."""
     clip_high: NonNegativeFloat = 0.28
-    """A sampled token's probability ratio is clipped above 1 plus this."""
+    """Upper clipping bound: the probability ratio of a token is clipped at 1 plus this."""
     clip_dual: Annotated[float, Field(gt=1)] | None = None
-    """Where the advantage is negative, the loss of a token is at most this many times it (dual clip); None has none."""
+    """Dual clip: for a negative advantage, the loss of a token is at most this many times the advantage. None for no
+    limit."""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus, in nats per token."""
     kl: KLConfig = KLConfig()
-    """The divergence from the policy before training, as a penalty."""
+    """A penalty on the divergence from the policy before training."""
 
     lora: LoRAConfig | None = None
-    """Train adapters in place of all weights; None trains all."""
+    """Train low-rank adapters. None trains all weights."""
     critic: CriticConfig = CriticConfig()
-    """The model of values, where the algorithm needs one."""
+    """The value model, for algorithms that need one."""
     gradient_checkpointing: bool = False
-    """Compute activations twice in place of keeping them (activation checkpointing): less memory, more time, the same
-    numbers."""
+    """Recompute activations in the backward pass (activation checkpointing): less memory, more time, the same
+    results."""
 
     eval_every_steps: PositiveInt | None = None
-    """Held-out tasks are tried after every so many steps, besides before the first and after the last."""
+    """Number of steps between evaluations. Evaluations also run before the first step and after the last."""
     eval_attempts: PositiveInt = 1
-    """Number of rollouts of each held-out task in an evaluation."""
+    """Number of rollouts per held-out task in an evaluation."""
     eval_temperature: NonNegativeFloat = 0.0
     """Divides the logits in evaluations; 0 takes the most likely token."""
 
     eval_metric: str = "reward/mean"
-    """The evaluation's metric by which ``early_stop`` and ``keep_best`` judge; more is better."""
+    """Evaluation metric that ``early_stop`` and ``keep_best`` use; higher is better."""
     early_stop: EarlyStopConfig | None = None
-    """When evaluations end the run before its last step; None goes on to the end."""
+    """Conditions under which evaluations end the run early. None for none."""
 
     checkpoint_every_steps: PositiveInt = 10
-    """A checkpoint is saved after every so many steps, besides after the last."""
+    """Number of steps between checkpoints. A checkpoint is also saved after the last step."""
     keep_checkpoints: PositiveInt = 2
     """Number of checkpoints kept; older ones are removed."""
     keep_best: bool = False
-    """Whether the step whose evaluation was best has a checkpoint, kept besides the others, which the link
-    ``checkpoints/best`` leads to."""
+    """Whether to also keep a checkpoint of the step with the best evaluation. The link ``checkpoints/best`` points to
+    it."""
 
     trackers: tuple[str, ...] = ("tensorboard",)
-    """What keeps the metrics besides ``metrics.jsonl``: names in `agentfly.training.trackers.TRACKERS`, such as
-    ``tensorboard``, ``wandb``, ``mlflow`` and ``trackio``."""
+    """Trackers that receive the metrics in addition to ``metrics.jsonl``: names in
+    `agentfly.training.trackers.TRACKERS`, such as ``tensorboard``, ``wandb``, ``mlflow`` and ``trackio``."""
     project: str = "agentfly"
-    """What the trackers are told that the run is one of: a project, in MLflow an experiment."""
+    """Name of the project in the trackers (in MLflow, of the experiment)."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Fixes the order of the tasks and, where the trainer loads the policy, what it samples."""
+    """Seed of the task order and, if the trainer loads the policy, of sampling."""
     max_concurrent_rollouts: PositiveInt | None = None
-    """Most rollouts that run at a time; as many as keep the policy busy and fit into memory, if not given."""
+    """Maximum number of concurrent rollouts. None for as many as keep the policy busy and fit into memory."""
     max_concurrent_starts: PositiveInt | None = None
-    """Number of resources, such as sandboxes, that may be starting at once; 8 for each processor core if not given, of
-    which what keeps a processor or a daemon busy counts for several."""
+    """Maximum number of resources, such as sandboxes, that start at once. Starts that keep a processor or a daemon busy
+    count more than once. None for 8 per processor core."""
     max_failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The run stops once more than this share of a batch's rollouts failed for infrastructure's reasons."""
+    """The run stops if more than this share of a batch's rollouts fail as infrastructure."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the weights of a policy that the trainer loads. ``auto`` is bfloat16 on a GPU and float32 on a
-    processor, where log-probs of sampling and training then agree."""
+    CPU. In float32, log-probs of sampling and training agree."""
     device: str = "auto"
-    """Where a policy that the trainer loads computes: ``auto``, ``cpu``, ``cuda``, ``cuda:1``."""
+    """Device of a policy that the trainer loads: ``auto``, ``cpu``, ``cuda``, ``cuda:1``."""
     threads: PositiveInt | None = None
-    """Number of processor threads of a policy that the trainer loads; chosen for the machine if not given."""
+    """Number of CPU threads of a policy that the trainer loads. None chooses a number for the machine."""
     max_concurrent_generations: PositiveInt = 64
-    """Number of generations sampled at a time; keys and values of twice so many sequences are kept. Bounds memory."""
+    """Maximum number of concurrent generations. Keys and values of twice as many sequences are kept. Bounds memory."""
     max_context_tokens: Annotated[int, Field(ge=2)] | None = None
-    """Number of tokens, prompt and sampled, that a sequence may hold; as many as the model can if not given."""
+    """Maximum number of tokens of a sequence, prompt and sampled. None for the model's maximum."""
 
     @property
     def policy_settings(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from agentfly.training.config.groups import LoRAConfig
 
 
 class SFTConfig(BaseConfig):
-    """A supervised warm start: the model learns to say what was said in trajectories that won.
+    """A supervised warm start: the model is trained on the turns of successful trajectories.
 
     Raises:
         ConfigError: a setting is unknown, out of its range, or contradicts another.
@@ -24,55 +24,57 @@ class SFTConfig(BaseConfig):
     SETTING_HINTS: ClassVar[Mapping[str, str]] = SFT_SETTING_HINTS
 
     min_reward: float = 1.0
-    """Trajectories of at least this reward are learned from."""
+    """Minimum reward of the trajectories that are trained on."""
     max_per_task: PositiveInt | None = None
-    """The best so many trajectories of a task are learned from, so that easy tasks do not crowd out others."""
+    """Maximum number of trajectories per task; the best are taken. Prevents easy tasks from dominating. None for no
+    limit."""
     distinct: bool = True
-    """Whether rows of the same tokens count once."""
+    """Whether rows with the same tokens count once."""
     tokens: Literal["auto", "sampled", "rendered"] = "auto"
-    """Whose ids are learned: the ``sampled`` ones, or those of the conversation ``rendered`` in the model's chat
-    format; ``auto`` takes the sampled ones where they are of this model's tokenizer."""
+    """Which ids are trained on: the ``sampled`` ones, or those of the conversation ``rendered`` in the model's chat
+    format. ``auto`` takes the sampled ids if they belong to this model's tokenizer."""
     strategy: Literal["chain", "step"] = "chain"
     """How the turns of a rendered conversation become token sequences."""
 
     epochs: PositiveInt = 2
-    """Number of times that every row is learned from."""
+    """Number of passes over all rows."""
     rows_per_update: PositiveInt = 16
-    """Number of rows that an update is made from; their tokens count alike."""
+    """Number of rows per update. All their tokens have the same weight."""
     learning_rate: PositiveFloat = 2e-5
     """Learning rate of AdamW, per update."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """How the learning rate falls after the warm-up: not at all, or down to 0 after the last update."""
+    """Learning-rate schedule after the warm-up: constant, or falling to 0 after the last update."""
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Share of the updates over which the learning rate rises linearly to its full value."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of AdamW, per update and unit of learning rate."""
     max_grad_norm: PositiveFloat = 1.0
-    """The gradient's Euclidean norm is scaled down to this."""
+    """Maximum Euclidean norm of the gradient; a larger gradient is scaled down."""
     micro_batch_tokens: PositiveInt = 4096
-    """Number of tokens scored at once, at most, unless a single row is longer. Bounds memory; changes no number."""
+    """Maximum number of tokens per forward pass; a longer single row gets its own pass. Bounds memory and changes no
+    result."""
     gradient_checkpointing: bool = False
-    """Compute activations twice in place of keeping them: less memory, more time, the same numbers."""
+    """Recompute activations in the backward pass: less memory, more time, the same results."""
     lora: LoRAConfig | None = None
-    """Train adapters in place of all weights; None trains all."""
+    """Train low-rank adapters. None trains all weights."""
 
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of the tasks whose rows are not learned from; the loss on them tells when the model learns by heart."""
+    """Share of the tasks whose rows are held out. A rising loss on them shows overfitting."""
     checkpoint_every_updates: PositiveInt | None = None
-    """A checkpoint is saved after every so many updates, besides after each epoch."""
+    """Number of updates between checkpoints. A checkpoint is also saved after each epoch."""
     keep_checkpoints: PositiveInt = 2
     """Number of checkpoints kept; older ones are removed."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Fixes the order of the rows, which tasks are held out, and the first weights of adapters."""
+    """Seed of the order of rows, of the choice of held-out tasks, and of the initial adapters."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of the model's weights; ``auto`` is float32 on a processor and bfloat16 on a GPU."""
+    """Number format of the model's weights. ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
     device: str = "auto"
-    """Where the model computes: ``auto``, ``cpu``, ``cuda``, ``cuda:1``."""
+    """Device of the model: ``auto``, ``cpu``, ``cuda``, ``cuda:1``."""
     threads: PositiveInt | None = None
-    """Number of processor threads; chosen for the machine if not given."""
+    """Number of CPU threads. None chooses a number for the machine."""
     max_context_tokens: Annotated[int, Field(ge=2)] | None = None
-    """Conversations of more tokens are left out; as many as the model can hold if not given."""
+    """Maximum number of tokens of a conversation; longer ones are left out. None for the model's maximum."""
 
     @property
     def policy_settings(self) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +15,12 @@ import pytest
 from agentfly.core.errors import PrerequisiteError
 from agentfly.core.files import (
     LOCK_POLL_S,
+    append_or_restore,
     async_file_lock,
     atomic_write,
     file_lock,
     is_same_file,
+    recover_lines,
     replace_text,
     try_lock,
 )
@@ -113,3 +117,61 @@ def test_a_file_that_was_replaced_before_it_was_locked_is_recognised(tmp_path: P
         assert not is_same_file(descriptor, path)
     finally:
         os.close(descriptor)
+
+
+def test_an_append_that_fails_halfway_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b"first\n")
+    write, calls = os.write, iter([True, False])
+
+    def half(descriptor: int, data: bytes) -> int:
+        if next(calls):
+            return write(descriptor, bytes(data)[:3])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", half)
+    with path.open("ab", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        append_or_restore(file.fileno(), b"second\n")
+    assert path.read_bytes() == b"first\n"
+
+
+def test_an_append_in_small_pieces_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, bytes(data)[:2]))
+    path = tmp_path / "lines.jsonl"
+    with path.open("ab", buffering=0) as file:
+        append_or_restore(file.fileno(), b"a whole line\n")
+    assert path.read_bytes() == b"a whole line\n"
+
+
+def test_recovered_lines_are_whole_and_a_last_one_that_was_cut_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"b": 2}\n{"c"')
+    assert list(recover_lines(path)) == [(1, b'{"a": 1}\n'), (2, b'{"b": 2}\n')]
+    assert path.read_bytes() == b'{"a": 1}\n{"b": 2}\n'
+
+
+def test_lines_that_were_not_read_to_the_end_stay_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b"bad\ngood\ncut")
+    for _ in recover_lines(path):
+        break
+    assert path.read_bytes() == b"bad\ngood\ncut"
+
+
+def test_a_durable_replacement_puts_its_name_on_the_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    sync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append("directory" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with atomic_write(tmp_path / "durable") as file:
+        file.write(b"x")
+    with atomic_write(tmp_path / "quick", durable=False) as file:
+        file.write(b"x")
+    assert synced == ["file", "directory"]

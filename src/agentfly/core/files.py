@@ -26,14 +26,15 @@ LOCK_POLL_S = 0.05
 
 @contextlib.contextmanager
 def atomic_write(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[BinaryIO]:
-    """Open a draft that replaces ``path`` at the end of the block. Readers see the old file or the new one, whole.
+    """Open a draft that replaces ``path`` at the end of the block. Readers see the complete old file or the new one.
 
-    If the block fails, the draft is removed and the old file stays.
+    If the block fails, the draft is removed and the old file stays. The draft has a fixed name, so that one left by a
+    crash is overwritten. Only one process may write a file at a time: callers lock files that several processes write.
 
     Args:
         path: the file.
         mode: its permissions, before the umask.
-        durable: whether the content is on the disk before the replacement, so that it survives a power loss.
+        durable: whether content and replacement are on the disk when the block ends, so that they survive a power loss.
 
     Raises:
         OSError: the file cannot be written.
@@ -50,6 +51,18 @@ def atomic_write(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iter
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
         raise
+    if durable:
+        _sync_directory(path.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Write the names of a directory's files to the disk. Some file systems do not support it."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -169,6 +182,38 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
     with path.open("ab") as file:
         for line in lines:
             file.write(line.encode("utf-8"))
+
+
+def append_or_restore(descriptor: int, data: bytes) -> None:
+    """Append to an open file. If the write fails, for instance because the disk is full, the file is as before.
+
+    Raises:
+        OSError: the data cannot be written.
+    """
+    before = os.fstat(descriptor).st_size
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, before)
+        raise
+
+
+def recover_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file that one process appends to, with their numbers from 1.
+
+    At the end, a last line without a line end is removed from the file: its writer died before it was complete.
+    """
+    with path.open("rb+") as file:
+        whole = 0
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            whole += len(line)
+            yield number, line
+        file.truncate(whole)
 
 
 def mend_last_line(path: Path) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import os
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -18,7 +17,7 @@ from typing import Any, Protocol
 from agentfly.agents.agent import Agent, Subagent
 from agentfly.agents.tool import Tool
 from agentfly.core.errors import ConfigError, PrerequisiteError
-from agentfly.core.files import atomic_write, is_same_file, replace_text, try_lock
+from agentfly.core.files import append_or_restore, atomic_write, is_same_file, recover_lines, replace_text, try_lock
 from agentfly.core.threads.run import DedicatedThread
 from agentfly.core.trajectory import FinishReason, Trajectory, trajectory_json_line
 from agentfly.rollouts.backlog import AttemptGroup
@@ -261,23 +260,19 @@ class RolloutRecord:
         self._opened = True
 
     def _read(self) -> None:
-        with self.path.open("rb+") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):  # incomplete: the writing process ended
-                    break
-                try:
-                    value = json.loads(line)
-                    trajectory, occurrence = Trajectory.from_json(value), int(value["occurrence"])
-                    finished = StoredRollout(trajectory, bool(value["scored"]))
-                    self._note((trajectory.task.id, occurrence, trajectory.attempt), trajectory, len(line))
-                except (ConfigError, ValueError, KeyError, TypeError, RecursionError) as error:
-                    raise ConfigError(
-                        f"The run in {self.path} cannot be resumed: line {number} is not a rollout "
-                        f"({type(error).__name__}: {error}). Remove that line, or begin a new run."
-                    ) from error
-                if has_finished(trajectory):
-                    self._finished[trajectory.task.id, occurrence, trajectory.attempt] = finished
-            file.truncate(self._end)
+        for number, line in recover_lines(self.path):
+            try:
+                value = json.loads(line)
+                trajectory, occurrence = Trajectory.from_json(value), int(value["occurrence"])
+                finished = StoredRollout(trajectory, bool(value["scored"]))
+                self._note((trajectory.task.id, occurrence, trajectory.attempt), trajectory, len(line))
+            except (ConfigError, ValueError, KeyError, TypeError, RecursionError) as error:
+                raise ConfigError(
+                    f"The run in {self.path} cannot be resumed: line {number} is not a rollout "
+                    f"({type(error).__name__}: {error}). Remove that line, or begin a new run."
+                ) from error
+            if has_finished(trajectory):
+                self._finished[trajectory.task.id, occurrence, trajectory.attempt] = finished
 
     def _append(self, group: AttemptGroup, trajectories: Sequence[Trajectory], scored: bool) -> None:
         assert self._file is not None  # opened before the first rollout begins
@@ -289,12 +284,8 @@ class RolloutRecord:
                     "continue with --resume (in Python: resume=True)."
                 )
             try:
-                rest = memoryview(line)
-                while rest:
-                    rest = rest[self._file.write(rest) :]
-            except OSError as error:  # for instance a full disk; an incomplete line would corrupt the next one
-                with contextlib.suppress(OSError):
-                    os.truncate(self._file.fileno(), self._end)
+                append_or_restore(self._file.fileno(), line)
+            except OSError as error:
                 raise PrerequisiteError(
                     f"The rollouts of the run cannot be recorded in {self.path}: {error.strerror}. Free some space, "
                     "and continue with --resume (in Python: resume=True)."

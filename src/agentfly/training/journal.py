@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from agentfly.core.errors import ConfigError, PrerequisiteError, describe_error
-from agentfly.core.files import replace_text
+from agentfly.core.files import append_or_restore, recover_lines, replace_text
 from agentfly.core.threads.run import DedicatedThread
 from agentfly.core.trajectory import Trajectory, trajectory_json_line
 from agentfly.rollouts.backlog import AttemptGroup
@@ -131,35 +130,25 @@ class Journal:
         found: dict[int, StoredRollout] = {}
         if not path.is_file():
             return found
-        whole = 0
-        with path.open("rb+") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    value = json.loads(line)
-                    trajectory, scored = Trajectory.from_json(value), bool(value["scored"])
-                except (ConfigError, ValueError, KeyError, TypeError, RecursionError) as error:
-                    raise ConfigError(
-                        f"The run cannot be resumed: {path}, line {number} is not a stored rollout "
-                        f"({describe_error(error)}). Remove that line, and the rollout is run again."
-                    ) from error
-                found[trajectory.attempt] = StoredRollout(trajectory, scored)
-                whole += len(line)
-            file.truncate(whole)
+        for number, line in recover_lines(path):
+            try:
+                value = json.loads(line)
+                trajectory, scored = Trajectory.from_json(value), bool(value["scored"])
+            except (ConfigError, ValueError, KeyError, TypeError, RecursionError) as error:
+                raise ConfigError(
+                    f"The run cannot be resumed: {path}, line {number} is not a stored rollout "
+                    f"({describe_error(error)}). Remove that line, and the rollout is run again."
+                ) from error
+            found[trajectory.attempt] = StoredRollout(trajectory, scored)
         return {attempt: finished for attempt, finished in found.items() if has_finished(finished.trajectory)}
 
     def _append(self, group_id: str, trajectories: tuple[Trajectory, ...], scored: bool) -> None:
-        path = self._file(group_id)
         lines = "".join(trajectory_json_line(trajectory, scored=scored) for trajectory in trajectories).encode("utf-8")
-        before = path.stat().st_size if path.exists() else 0
         try:
-            with path.open("ab") as file:
-                file.write(lines)
+            with self._file(group_id).open("ab", buffering=0) as file:
+                append_or_restore(file.fileno(), lines)
         except OSError as error:
-            with contextlib.suppress(OSError):  # a partial line would corrupt the next one
-                os.truncate(path, before)
             raise PrerequisiteError(
                 f"The rollouts of the run cannot be saved in {self._directory}: {error.strerror}. Free some space, and "
-                "go on with --resume (in Python: resume=True)."
+                "continue with --resume (in Python: resume=True)."
             ) from error

@@ -432,7 +432,7 @@ async def test_a_sync_tool_that_takes_a_second_box_of_a_pool_of_one_for_its_call
         call.wait(call.acquire(spec, scope="call"))
 
     async with context(engine).call() as call, asyncio.timeout(10):
-        with pytest.raises(DeadlockBroken, match="only itself could give back"):
+        with pytest.raises(DeadlockBroken, match="only it could release"):
             await asyncio.to_thread(tool, call)
 
 

@@ -77,7 +77,7 @@ def test_specs_are_values_and_make_containers() -> None:
         ({"isolation": False}, "'full' or 'weak'"),
         ({"cpus": "2"}, "without quotes"),
         ({"env": (("A=", "b"),)}, "name of an environment variable"),
-        ({"env": (("A", 1),)}, r"\{'THREADS': '1'\}: numbers too"),
+        ({"env": (("A", 1),)}, r"\{'THREADS': '1'\}: .*Numbers must be"),
         ({"env": (("A", "b", "c"),)}, "not a pair"),
         ({"env": (("A", "b\0c"),)}, "the value of A holds a NUL"),
         ({"user": "somebody"}, "'agent' or 'root'"),

@@ -67,7 +67,7 @@ class SyncSpec(OwnSpec):
     ("mistake", "told"),
     [
         ({"resetting": fails}, "is replaced.*RuntimeError: the far side is gone"),
-        ({"stating": fails}, "is replaced.*asked for its status, it raised RuntimeError: the far side is gone"),
+        ({"stating": fails}, r"is replaced.*status\(\) raised RuntimeError: the far side is gone"),
         ({"stating": dict}, r"is replaced.*status\(\) returned \{\}; return Status.HEALTHY or Status.BROKEN"),
     ],
 )
@@ -85,11 +85,11 @@ async def test_a_start_that_is_no_coroutine_says_what_to_write(tmp_path):
     async with ResourceEngine(ledger=tmp_path) as engine:
         with pytest.raises(ResourceStartError) as caught:
             await engine.acquire(SyncSpec(), "me")
-    told = r"sync-\S+ did not start: StartsInSync.start\(\) is no coroutine. Write `async def start\(self\)`"
+    told = r"sync-\S+ did not start: StartsInSync.start\(\) is not a coroutine. Write `async def start\(self\)`"
     caught.match(told)
 
 
 async def test_the_time_that_a_release_may_take_is_said_to_be_twice_that_of_the_spec(tmp_path, caplog):
     async with ResourceEngine(ledger=tmp_path) as engine:
         await engine.acquire(OwnSpec(release_takes_s=0.5, release_timeout_s=0.01), "me")
-    assert "given twice its release_timeout_s, took longer than its limit of 0.02 s" in caplog.text
+    assert "with a limit of twice its release_timeout_s, took longer than its limit of 0.02 s" in caplog.text

@@ -137,7 +137,7 @@ def test_a_request_for_two_that_takes_too_long_says_who_has_what_is_lacking_and_
         with pytest.raises(AcquireTimeout) as caught:
             await engine.acquire_all([box, judge], "late", timeout=4)
         message = str(caught.value)
-        assert "holder has judge" in message
+        assert "holder has had judge" in message
         assert "since 7.0 s" in message
         assert "2 waiting: before since 5.0 s, late since 4.0 s" in message
         assert "box" not in message  # there was one for it
@@ -188,7 +188,7 @@ def test_a_cancelled_request_for_two_leaves_nothing_held(play, moment):
 
 def test_two_that_fit_the_budget_one_by_one_but_not_together_are_refused_at_once(play):
     async def scene(engine):
-        with pytest.raises(ConfigError, match=r"one instance each takes more .* cpus 3 of 2"):
+        with pytest.raises(ConfigError, match=r"one instance each exceeds .* cpus 3 of 2"):
             await engine.acquire_all([spec("box", cpus=1), spec("large", cpus=2)], "a")
 
     play(scene, budget=Budget(cpus=2))

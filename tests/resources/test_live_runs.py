@@ -104,7 +104,9 @@ async def test_any_number_may_look_at_once_and_who_reads_nothing_holds_up_nobody
         await engine.acquire(FakeSpec(name="box"), "owner")
         looks = await asyncio.gather(*(find_runs(tmp_path) for _ in range(10)))
         assert [run.no_answer_reason for (run,) in looks] == [""] * 10
-        monkeypatch.setattr(engine._instances._status_socket, "_snapshot", lambda: {"pools": [], "much": "x" * 2**22})
+        monkeypatch.setattr(
+            engine._instances._status_socket, "_take_snapshot", lambda: {"pools": [], "much": "x" * 2**22}
+        )
         (path,) = tmp_path.glob("*.sock")
         with contextlib.ExitStack() as sockets:
             for _ in range(3):
@@ -123,7 +125,7 @@ async def test_an_answer_that_breaks_off_is_not_taken_for_that_of_another_versio
 
         monkeypatch.setattr(engine._instances._status_socket, "_answer", say_nothing)
         (run,) = await find_runs(tmp_path)
-        assert "broke off" in run.no_answer_reason
+        assert "is incomplete" in run.no_answer_reason
 
 
 @pytest.mark.slow
@@ -218,9 +220,9 @@ async def test_where_no_window_can_be_made_the_run_goes_on_and_its_ledger_is_sho
     monkeypatch.setattr(socket.socket, "bind", refuse)
     async with ResourceEngine(ledger=tmp_path) as engine:
         lease = await engine.acquire(FakeSpec(), "a")
-        assert "will not see what this run has" in caplog.text
+        assert "cannot show this run" in caplog.text
         (run,) = await find_runs(tmp_path)
-        assert "cannot be asked" in run.no_answer_reason
+        assert "cannot be reached" in run.no_answer_reason
         assert [entry.instance for entry in run.started] == [lease.instance]
 
 

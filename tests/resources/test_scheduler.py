@@ -445,7 +445,7 @@ def test_a_wait_that_takes_too_long_names_the_holders_with_their_ages_and_the_qu
     message = str(desk.failed[request])
     assert isinstance(desk.failed[request], AcquireTimeout)
     assert "late waited 5.0 s for thing" in message
-    assert f"first has {desk.granted[1].instance.name} since 35.0 s" in message
+    assert f"first has had {desk.granted[1].instance.name} for 35.0 s" in message
     assert "2 waiting: " in message
 
 
@@ -613,7 +613,7 @@ def test_asking_for_a_second_instance_of_a_pool_of_one_fails_at_once(held):
     desk.has(spec, "a", scope=held, callers=("call",))
     second = desk.ask(spec, "a", scope=Scope.CALL, callers=("call",))
     assert isinstance(desk.failed[second], DeadlockBroken)
-    assert "only itself could give back" in str(desk.failed[second])
+    assert "only it could release" in str(desk.failed[second])
 
 
 def test_two_calls_of_one_owner_side_by_side_are_no_deadlock():

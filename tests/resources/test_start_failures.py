@@ -218,7 +218,7 @@ def test_who_holds_something_waits_through_a_pause_and_is_in_no_deadlock(play: C
 def test_a_wait_that_ends_while_starts_fail_says_with_what(play: Callable[..., None]) -> None:
     async def scene(engine: ResourceEngine) -> None:
         spec = FakeSpec(world=FakeBackend(refusing(OSError("down"), until=30)))
-        with pytest.raises(AcquireTimeout, match=r"its starts fail, for 2\.0 s now, with OSError: down"):
+        with pytest.raises(AcquireTimeout, match=r"its starts have failed for 2\.0 s with OSError: down"):
             await engine.acquire(spec, "a", timeout=2)
         assert EngineSnapshot.from_json(json.dumps(engine.snapshot().to_json())).pools[0].failing == "OSError: down"
 

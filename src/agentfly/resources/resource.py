@@ -1,4 +1,4 @@
-"""Resource: a live instance of a spec; and Scope: how long a lease of it lasts."""
+"""Resource: a live instance of a spec. Scope: the lifetime of a lease."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Status(StrEnum):
     """Health of a resource, as reported to the engine."""
 
     HEALTHY = "healthy"
-    BROKEN = "broken"  # it must not be given to anybody; the engine replaces it
+    BROKEN = "broken"  # it is not handed out any more; the engine replaces it
 
 
 class Resource(ABC):
@@ -21,27 +21,25 @@ class Resource(ABC):
 
     Contract, checked by `agentfly.testing.resource_conformance`:
 
-    * `start` is called once, first. If it raises or is cancelled, the engine calls `release`, which must cope with
-      whatever part of the start had been done.
-    * `reset` brings the instance back to the state it had after `start`. Nothing that an earlier owner left behind
-      may be seen by the next. If it raises, the instance is released and replaced.
-    * `status` is quick and never raises for a broken instance: it answers `Status.BROKEN`. It may be called while the
-      instance is in use and must not wait for what runs in it.
+    * `start` is called once, first. If it raises or is cancelled, the engine calls `release`, which must work after any
+      part of the start.
+    * `reset` restores the state after `start`. The next owner must not see anything that an earlier owner left behind.
+      If it raises, the instance is released and replaced.
+    * `status` is quick. It does not raise for a broken instance, but returns `Status.BROKEN`. It may be called while
+      the instance is in use, and must not wait for operations in it.
     * `release` frees everything, is safe to call twice and after any failure, and returns only when the instance is
-      gone. The engine shields it from the cancellation of whoever gives the instance back, gives it twice
-      ``release_timeout_s``, and calls it once more if it fails or does not return.
+      gone. The engine shields it from the cancellation of the owner, allows twice ``release_timeout_s``, and calls it
+      once more if it fails or does not return.
 
     A kind may offer more:
 
-    * *A quick status*: `quick_status` says at once whether the instance can be seen to be gone. It is asked whenever an
-      instance is about to be handed out, which may be long after the last health check.
-
+    * *A quick status*: `quick_status` returns at once whether the instance is visibly gone. It is called before each
+      hand-out of an instance, which may be long after the last health check.
     * *Freezing*: with ``can_freeze = True``, `freeze` and `thaw`. The engine calls them for specs with
-      ``idle="freeze"``, one at a time and never while a coroutine of the instance that an owner called is under way.
-      Every method that needs the instance's processes must then be a coroutine function, because that is what the
-      engine can thaw for. While frozen, `status` answers, and `release` and the kind's ``reap`` succeed.
-    * *Preparation*: a spec that names one in ``preparation_key`` has `prepare` called before the first start that
-      needs it.
+      ``idle="freeze"``, one at a time and never while a coroutine of the instance runs for an owner. Every method that
+      needs the instance's processes must then be a coroutine function, because the engine thaws the instance for
+      coroutines only. While frozen, `status` works, and `release` and the kind's ``reap`` succeed.
+    * *Preparation*: if a spec has a ``preparation_key``, `prepare` is called before the first start that needs it.
 
     Attributes:
         can_freeze: whether instances can be frozen.
@@ -50,32 +48,32 @@ class Resource(ABC):
     can_freeze: ClassVar[bool] = False
 
     def __init__(self, spec: Any, instance: str) -> None:
-        """Make a handle; no I/O happens before `start`.
+        """Create the object. No I/O happens before `start`.
 
         Args:
-            spec: the spec this is an instance of.
-            instance: the instance's name, unique on the machine; the ledger knows it by this name.
+            spec: the spec of the instance.
+            instance: the instance's name, unique on the machine and used in the ledger.
         """
         self.spec = spec
         self.instance = instance
 
     @abstractmethod
     async def start(self) -> None:
-        """Bring the instance up; return when it is ready for use."""
+        """Start the instance. Return when it is ready for use."""
 
     @abstractmethod
     async def reset(self) -> None:
-        """Bring the instance back to the state it had after `start`."""
+        """Restore the state of the instance after `start`."""
 
     @abstractmethod
     async def status(self) -> Status:
-        """Say whether the instance can be used."""
+        """Return whether the instance can be used."""
 
     def quick_status(self) -> Status:
-        """Report whether the instance is usable, as far as that can be seen without waiting.
+        """Return whether the instance is usable, as far as this is visible without waiting.
 
-        It must take microseconds: for instance check whether a process lives or a connection is closed. If nothing is
-        known, the instance counts as healthy. It may be called while the instance is frozen or in use.
+        It must take microseconds, for instance to check whether a process is alive or a connection is closed. An
+        unknown state counts as healthy. It may be called while the instance is frozen or in use.
         """
         return Status.HEALTHY
 
@@ -84,24 +82,24 @@ class Resource(ABC):
         """Free everything that belongs to the instance."""
 
     async def freeze(self) -> None:
-        """Stop the instance's processes where they are, so that they take no processor time. Fine if they are.
+        """Stop the instance's processes, so that they take no processor time. Do nothing if they are stopped.
 
-        If it is cancelled or raises, `thaw` must still bring the instance back to work.
+        If it is cancelled or raises, `thaw` must still make the instance work again.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be frozen.")
 
     async def thaw(self) -> None:
-        """Let the instance's processes go on where `freeze` stopped them; return when they do. Fine if they do."""
+        """Continue the instance's processes after `freeze`. Return when they run. Do nothing if they run."""
         raise NotImplementedError(f"{type(self).__name__} cannot be frozen.")
 
     @classmethod
     async def prepare(cls, spec: Any) -> None:
-        """Bring the prerequisites of a spec's instances to this machine, for instance an image.
+        """Fetch the prerequisites of a spec's instances to this machine, for instance an image.
 
         The engine calls it once for all specs with one ``preparation_key``. It is not called again during or after a
         success. It is called again after it failed or a start failed. It must be fast if everything is present.
         """
-        raise NotImplementedError(f"{cls.__name__} has nothing to prepare, though its spec names a preparation.")
+        raise NotImplementedError(f"{cls.__name__} has no prepare(), but its spec has a preparation_key.")
 
     @property
     def traces(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from agentfly.resources.kind import ResourceKind
 from agentfly.resources.resource import Resource
 
 _BY_REPR = (float, complex, Decimal, datetime, time)
-"""Types of which different values are equal, such as -0.0 and 0.0, or the same moment in two time zones."""
+"""Types with different values that are equal, such as -0.0 and 0.0, or the same moment in two time zones."""
 
 
 def typed_key(value: Any) -> Hashable:
@@ -42,7 +42,7 @@ def typed_key(value: Any) -> Hashable:
 
 
 def _typed_fields(value: Any) -> Iterator[Hashable]:
-    """The fields that its own equality compares, without those that it takes care of hashing itself."""
+    """Yield the keys of the fields that count for equality, without fields that cannot be hashed."""
     for field in fields(value):
         key = typed_key(getattr(value, field.name)) if field.compare else None
         try:
@@ -53,7 +53,7 @@ def _typed_fields(value: Any) -> Iterator[Hashable]:
 
 
 EnvironmentVariables: TypeAlias = Mapping[str, str] | tuple[tuple[str, str], ...]
-"""A mapping, or pairs, of names and values. A spec keeps them as pairs, in the order of their names."""
+"""A mapping, or pairs, of names and values. A spec stores them as pairs, sorted by name."""
 
 R = TypeVar("R", bound=Resource)
 R_co = TypeVar("R_co", bound=Resource, covariant=True)
@@ -70,18 +70,18 @@ class ResourceSpec(Generic[R_co]):
     Args:
         capacity: maximum number of instances alive at once, including those that start, reset or stop.
         warm: number of idle instances to keep ready.
-        cpus: processor cores that an instance takes of the host's budget.
-        memory: bytes, or a text such as ``"512MiB"``, that an instance takes of the host's budget and may use.
-        gpus: graphics processors that an instance takes of the host's budget.
+        cpus: processor cores that an instance uses of the host's budget.
+        memory: bytes, or a text such as ``"512MiB"``, that an instance may use of the host's budget.
+        gpus: graphics processors that an instance uses of the host's budget.
         replicas: maximum number of instances that serve ``global`` owners at a time. A new owner gets the instance with
             the fewest owners. Another instance starts when all have ``max_concurrency`` owners. Without that limit it
             starts as soon as each has an owner, and no owner waits for it.
         max_concurrency: maximum number of owners of one ``global`` instance at a time; None for no limit.
         reuse: ``reset`` gives an instance to the next owner after a reset; ``recreate`` replaces it after each owner.
-            By default ``reset``, unless the kind says otherwise.
+            By default ``reset``, unless the kind has another default.
         max_uses: an instance is replaced after this many owners; None for never.
         idle: state of an instance while no call uses it, even if it is leased, for instance while the model generates.
-            ``run`` lets it run on. ``freeze`` stops its processes until the next use, so that they take no processor
+            ``run`` lets it continue. ``freeze`` stops its processes until the next use, so that they take no processor
             time.
         prepare_timeout_s: maximum number of seconds for preparation, such as fetching an image.
         start_timeout_s: maximum number of seconds for a start before it counts as failed.
@@ -135,7 +135,7 @@ class ResourceSpec(Generic[R_co]):
         return super().__new__(cls)
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Give the specs of a kind this class's equality and repr.
+        """Set the equality and repr of this class on the specs of a kind.
 
         `dataclass` would write an equality that ignores types, and a repr that shows the values of environment
         variables.
@@ -164,7 +164,7 @@ class ResourceSpec(Generic[R_co]):
 
     @property
     def _key(self) -> tuple[Hashable, ...]:
-        """The values of all fields with their types, made once, because every request looks its pool up by it."""
+        """The values of all fields with their types. It is cached, because every request looks up its pool by it."""
         key: tuple[Hashable, ...] | None = self.__dict__.get("_typed")
         if key is None:
             key = tuple(typed_key(getattr(self, field.name)) for field in fields(self) if field.compare)
@@ -186,10 +186,10 @@ class ResourceSpec(Generic[R_co]):
         self._require_int("capacity", least=1)
         self._require_int("warm", least=0)
         if self.warm > self.capacity:
-            raise self._field_error("warm", f"no more can be kept ready than the capacity of {self.capacity}")
+            raise self._field_error("warm", f"it cannot exceed the capacity of {self.capacity}")
         self._require_int("replicas", least=1)
         if self.replicas > self.capacity:
-            raise self._field_error("replicas", f"no more can be alive than the capacity of {self.capacity}")
+            raise self._field_error("replicas", f"it cannot exceed the capacity of {self.capacity}")
         for name in ("max_concurrency", "max_uses"):
             if getattr(self, name) is not None:
                 self._require_int(name, least=1, otherwise=", or None for no limit")
@@ -235,7 +235,7 @@ class ResourceSpec(Generic[R_co]):
             raise self._field_error(name, f"write {', '.join(others)} or {last}")
 
     def _normalize_tuple(self, name: str) -> None:
-        """Keep a field that was given as a list as a tuple, which can be hashed."""
+        """Convert a field to a tuple, which can be hashed."""
         given = getattr(self, name)
         if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
             raise self._field_error(name, f"write a tuple; for a single one, {name}=({given!r},)")
@@ -264,7 +264,7 @@ class ResourceSpec(Generic[R_co]):
 
     @property
     def start_weight(self) -> int:
-        """Number of the engine's start slots that one start takes; more if it keeps a processor or a daemon busy.
+        """Number of the engine's start slots that one start takes; more if it loads a processor or a daemon.
 
         An engine with an explicit ``max_concurrent_starts`` counts each start as one.
         """
@@ -318,7 +318,7 @@ async def prepare(spec: ResourceSpec[Any]) -> None:
     if function is None:
         raise UsageError(
             f"{type(spec).__name__} has a preparation_key, but {resource_type!r} has no prepare(spec). Name the "
-            "resource class in `kind`, or give the function such an attribute."
+            "resource class in `kind`, or add such an attribute to the function."
         )
     await function(spec)
 
@@ -342,8 +342,8 @@ def validate_spec(spec: ResourceSpec[Any]) -> None:
         hash(spec)
     except TypeError as error:
         raise UsageError(
-            f"{type(spec).__name__} cannot be hashed ({error}), but the whole spec is the key of its pool. Give a "
-            "tuple for a list and pairs for a dict."
+            f"{type(spec).__name__} cannot be hashed ({error}), but the whole spec is the key of its pool. Use a "
+            "tuple instead of a list, and pairs instead of a dict."
         ) from error
 
 
@@ -355,15 +355,15 @@ def freeze_not_supported(spec: ResourceSpec[Any]) -> ConfigError:
     """Return the error for a spec with ``idle="freeze"`` whose kind cannot freeze."""
     return ConfigError(
         f"{type(spec).__name__}(idle='freeze'): a {kind_of(spec).name} cannot be frozen. Write idle='run', the "
-        "default; or, if the kind is your own, give its resource can_freeze = True and the methods freeze() and thaw()."
+        "default. For a kind of your own, set can_freeze = True in its resource class and write freeze() and thaw()."
     )
 
 
 def normalize_env(spec: Any) -> None:
-    """Give a spec's ``env`` its one form, so that specs that mean the same are equal.
+    """Convert a spec's ``env`` to its canonical form, so that equivalent specs are equal.
 
     Raises:
-        ConfigError: something in it is no environment variable. No message has a value, which may be a secret.
+        ConfigError: an item is not an environment variable. No message contains a value, which may be a secret.
     """
     given, where = spec.env, f"{type(spec).__name__}(env=…)"
     pairs = given.items() if isinstance(given, Mapping) else given
@@ -374,24 +374,24 @@ def normalize_env(spec: Any) -> None:
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(word, str) for word in pair)):
             raise ConfigError(
                 f"{where}: its item {number} is not a pair of texts. Write a name and a value, for instance "
-                "{'THREADS': '1'}: numbers too are text there."
+                "{'THREADS': '1'}. Numbers must be texts, too."
             )
         name, value = pair
         if not name or "=" in name or "\0" in name:
             raise ConfigError(f"{where}: {name!r} cannot be the name of an environment variable.")
         if "\0" in value:
-            raise ConfigError(f"{where}: the value of {name} holds a NUL, which no variable can.")
+            raise ConfigError(f"{where}: the value of {name} contains a NUL character, which is not allowed.")
         variables[name] = value
     object.__setattr__(spec, "env", tuple(sorted(variables.items())))
 
 
 def repr_without_env_values(spec: Any) -> str:
-    """A spec as text, with the names of its variables and without their values, which may be secrets."""
+    """Return a spec as text. The values of environment variables are left out, because they may be secrets."""
     shown = {field.name: repr(getattr(spec, field.name)) for field in fields(spec) if field.repr}
     if "env" in shown:
         try:
             names = [*dict(spec.env)]
-        except (TypeError, ValueError):  # a kind's own, of another form
+        except (TypeError, ValueError):  # of a kind that uses another form
             shown["env"] = "…"
         else:
             shown["env"] = "{" + ", ".join(f"{name!r}: …" for name in names) + "}"

@@ -38,7 +38,10 @@ MAX_LOGGED_REASONS = 8
 """Maximum number of logged reasons for replaced instances per pool."""
 
 REMEMBERED = 1000
-"""Number of pools whose logged reasons are remembered; with a spec per task there may be any number of pools."""
+"""Number of pools whose logged reasons are remembered.
+
+The number of pools is unbounded if each task has its own spec.
+"""
 
 WARN_INTERVAL_S = 600.0
 """Minimum seconds between two warnings about failing starts of a pool, or about a full disk."""
@@ -99,7 +102,7 @@ class BackgroundOperation:
         self._timer = asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._give_up)
 
     def _give_up(self) -> None:
-        logger.error("%s takes no notice of being cancelled and is left to itself.", self._what)
+        logger.error("%s ignores its cancellation and is abandoned.", self._what)
         self._report_once(self._overdue)
 
 
@@ -109,7 +112,7 @@ class InstanceController:
     Args:
         scheduler: receives the outcomes.
         instances: the live resources.
-        preparer: prepares what they need before they can start.
+        preparer: prepares the prerequisites of starts.
         execute: executes the decisions that the scheduler returns.
         emit: emits events.
     """
@@ -190,14 +193,15 @@ class InstanceController:
         self._last_warned[what] = now
         if pause.full_disk:
             logger.warning(
-                "%s cannot start because a disk is full. Starts wait until there is room, and so do those who need "
-                "them. Free some of it, or lower the capacity of what fills it: %s",
+                "%s cannot start because a disk is full. Starts and the requests for them wait until there is space. "
+                "Free some space, or lower the capacity of the resources that fill the disk: %s",
                 pause.spec.label,
                 cause,
             )
         else:
             logger.warning(
-                "%s does not start, which is tried again in %g s and then at growing intervals while requests wait: %s",
+                "%s does not start. The start is retried in %g s, and then at growing intervals while requests wait: "
+                "%s",
                 pause.spec.label,
                 pause.seconds,
                 cause,
@@ -244,7 +248,7 @@ class InstanceController:
         except (ResourceDied, TimeoutError) as error:
             usage = self._instances.usage(name)
             if isinstance(error, TimeoutError) and usage is not None and usage.is_held:
-                logger.warning("%s is in use and does not say how it is: %s", name, error)
+                logger.warning("%s is in use and does not report its status: %s", name, error)
                 return Status.HEALTHY
             self.instance_died(name, spec, error)
             return Status.BROKEN
@@ -253,7 +257,7 @@ class InstanceController:
     def instance_died(self, name: str, spec: Spec, error: Exception) -> None:
         """Report that an instance is broken."""
         decisions = self._scheduler.died(name, error, _now())
-        if decisions:  # none if it is stopping or resetting, which ends in another way
+        if decisions:  # none if it is stopping or resetting, which reports the failure itself
             self._emit_broken(name, spec, error)
             self._execute(decisions)
 
@@ -270,11 +274,13 @@ class InstanceController:
         if reason not in warned and len(warned) < MAX_LOGGED_REASONS:
             warned.add(reason)
             logger.warning(
-                "%s is replaced (others that are for the same reason are not reported): %s", name, describe_error(error)
+                "%s is replaced (further replacements for the same reason are not reported): %s",
+                name,
+                describe_error(error),
             )
 
     async def _stop(self, name: str, spec: Spec, running: BackgroundOperation | None) -> None:
-        """Remove an instance, with any number of tries. Its capacity is free only once it is gone."""
+        """Remove an instance, with any number of attempts. Its capacity is free only once it is gone."""
         began, (pause, longest) = _now(), STUCK_RETRY_S
         try:
             if running is not None:
@@ -297,7 +303,9 @@ class InstanceController:
         try:
             await self._instances.remove(name)
         except ResourceError as error:
-            logger.error("%s. It keeps its place in the pool and is tried again now and then.", error)
+            logger.error(
+                "%s. It still counts against the capacity, and the removal is retried at growing intervals.", error
+            )
             self._emit(ResourceStuck, spec, instance=name, error=str(error))
             self._execute(self._scheduler.stuck(name, _now()))
             return False

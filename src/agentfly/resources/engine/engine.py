@@ -50,7 +50,7 @@ __all__ = ["Budget", "ResourceEngine"]
 logger = logging.getLogger(__name__)
 
 STARTS_PER_CORE = 8
-"""Starts at once for each processor core, unless said otherwise; what starts mostly waits for disks and programs."""
+"""Default number of concurrent starts per processor core. Starts mostly wait for disks and programs."""
 
 R = TypeVar("R", bound=Resource)
 
@@ -92,8 +92,8 @@ class ResourceEngine:
         starts = max_concurrent_starts
         if starts is not None and (not isinstance(starts, int) or isinstance(starts, bool) or starts < 1):
             raise ConfigError(
-                f"ResourceEngine(max_concurrent_starts={starts!r}): give a whole number of at least 1; or None, which "
-                f"is {STARTS_PER_CORE} for each processor core."
+                f"ResourceEngine(max_concurrent_starts={starts!r}): write a whole number of at least 1, or None, which "
+                f"means {STARTS_PER_CORE} per processor core."
             )
         self._directory = state_directory(ledger)
         self._events = events
@@ -116,19 +116,19 @@ class ResourceEngine:
         self._pending: dict[int, PendingAcquire] = {}
         self._leases: dict[int, Lease[Any]] = {}
         self._decisions: deque[Decision] = deque()
-        self._carrying_out = False
+        self._executing = False
         self._tick_timer: asyncio.TimerHandle | None = None
         self._closing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         if self._loop is not None:
-            raise UsageError("A ResourceEngine can be entered once. Make another one.")
+            raise UsageError("A ResourceEngine can be entered only once. Create another one.")
         self._loop = asyncio.get_running_loop()
         try:
             for orphan in await orphans.reap_orphans(self._directory):
-                logger.info("Removed %s (%s), which a dead process had left behind.", orphan.instance, orphan.kind)
+                logger.info("Removed %s (%s), which a dead process left behind.", orphan.instance, orphan.kind)
         except OSError as error:
-            logger.warning("Could not look for what dead processes left in %s: %s", self._directory, error)
+            logger.warning("Could not search %s for orphans of dead processes: %s", self._directory, error)
         return self
 
     async def __aexit__(
@@ -157,7 +157,7 @@ class ResourceEngine:
             scope: ``rollout`` and ``call`` instances have one owner at a time; ``global`` ones have several.
             timeout: maximum wait in seconds; None for no limit.
             priority: higher priorities are served first.
-            callers: the tasks that wait for the answer, for instance a tool call and the task in it that asks; by
+            callers: the tasks that wait for the result, for instance a tool call and the requesting task in it; by
                 default the running task. An instance held for a call is released when the first of its callers ends, so
                 never while a request of that caller waits. This distinguishes a deadlock from concurrent calls.
 
@@ -187,14 +187,11 @@ class ResourceEngine:
         """Lease one instance of each of ``specs`` with scope ``rollout``: all at once, when all are available.
 
         Until then the owner holds none of them, so that owners with several specs cannot block one another. The request
-        has a
-        place in the queue like any other: an instance that becomes free for it is not given to a later request.
-            Instances that
-        the owner already has count as available.
+        has a position in the queue like any other: an instance that becomes free for it is not given to a later
+        request. Instances that the owner already has count as available.
 
-        Args: as of `acquire`.
-
-        Raises: as `acquire`. The owner then has no more instances than before.
+        The other arguments and the errors are those of `acquire`. After an error the owner has no more instances than
+        before.
         """
         for spec in specs:
             validate_spec(spec)
@@ -203,18 +200,21 @@ class ResourceEngine:
         return tuple(leases[wanted.index(spec)] for spec in specs)
 
     async def release(self, lease: Lease[Any]) -> None:
-        """End a lease, at once; the instance is reset or stopped in the background. Ending it again does nothing."""
+        """End a lease at once. The instance is reset or stopped in the background. A second call does nothing."""
         loop = self._own_loop()
         if self._leases.get(lease.id) is lease:
             self._execute(self._scheduler.released(lease.id, loop.time()))
 
     async def release_owner(self, owner: str) -> None:
-        """End every lease of an owner, at once, and fail its requests that wait."""
+        """End every lease of an owner at once, and fail its waiting requests."""
         loop = self._own_loop()
         self._execute(self._scheduler.owner_released(owner, loop.time()))
 
     def active_call(self, owner: str) -> ActiveCall:
-        """Within the block a call of an owner is under way: what it has leased is not frozen between two uses."""
+        """Return a context manager for a call of an owner.
+
+        Its leased instances are not frozen between uses in the call.
+        """
         return self._calls.track(owner)
 
     def prefetch(self, specs: Iterable[ResourceSpec[Any]]) -> None:
@@ -229,7 +229,7 @@ class ResourceEngine:
         self._preparer.prefetch(specs, lambda spec: self._execute(self._scheduler.prefetched(spec, loop.time())))
 
     async def check(self, lease: Lease[Any]) -> Status:
-        """Ask a leased resource how it is. If it is broken, the engine replaces it for the next ones at once."""
+        """Check the health of a leased resource. A broken instance is replaced at once."""
         self._own_loop()
         if self._leases.get(lease.id) is not lease:
             return Status.BROKEN
@@ -240,7 +240,7 @@ class ResourceEngine:
     async def close(self) -> None:
         """Release everything. Waiting requests fail with `EngineClosed`. Return when all is gone, even if cancelled.
 
-        Instances that cannot be removed are logged, and stay in the ledger for a later process.
+        Instances that cannot be removed are logged and stay in the ledger for a later process.
         """
         if self._loop is None:
             return
@@ -263,8 +263,8 @@ class ResourceEngine:
         loop = self._own_loop()
         if timeout is not None and not (is_finite_number(timeout) and timeout >= 0):
             raise UsageError(
-                f"acquire(timeout={timeout!r}): give the most seconds to wait, a finite number of at least 0 without "
-                "quotes; or None, which waits as long as it takes."
+                f"acquire(timeout={timeout!r}): write the maximum number of seconds to wait, a finite number of at "
+                "least 0 without quotes; or None for no limit."
             )
         now = loop.time()
         request = AcquireRequest(
@@ -276,54 +276,56 @@ class ResourceEngine:
             callers=callers or (asyncio.current_task(),),
             deadline=None if timeout is None else now + timeout,
         )
-        answer = self._pending[request.id] = PendingAcquire(specs, loop)
-        told: dict[str, Any] = {"owner": owner, "scope": scope.value}
+        pending = self._pending[request.id] = PendingAcquire(specs, loop)
+        fields: dict[str, Any] = {"owner": owner, "scope": scope.value}
         for spec in specs:
-            self._emit(LeaseRequested, spec, **told)
+            self._emit(LeaseRequested, spec, **fields)
         try:
             self._execute(self._scheduler.requested(request, now))
-            leases = await answer.leases()
+            leases = await pending.leases()
             if gone := next((lease for lease in leases if lease.id not in self._leases), None):
-                raise ResourceError(f"{owner} was given {gone.instance}, but it ended before {owner} could take it.")
+                raise ResourceError(
+                    f"{owner} was granted {gone.instance}, but the lease ended before {owner} received it."
+                )
         except BaseException as error:
-            self._cancel_request(request, answer)
-            told["error"] = "cancelled" if isinstance(error, asyncio.CancelledError) else error_message(error)
+            self._cancel_request(request, pending)
+            fields["error"] = "cancelled" if isinstance(error, asyncio.CancelledError) else error_message(error)
             for spec in specs:
-                self._emit(LeaseRefused, spec, **told, waited_seconds=loop.time() - now)
+                self._emit(LeaseRefused, spec, **fields, waited_seconds=loop.time() - now)
             raise
         finally:
             del self._pending[request.id]
         waited = loop.time() - now
         for lease in leases:
-            self._emit(LeaseGranted, lease.spec, **told, instance=lease.instance, waited_seconds=waited)
+            self._emit(LeaseGranted, lease.spec, **fields, instance=lease.instance, waited_seconds=waited)
         return leases
 
-    def _cancel_request(self, request: AcquireRequest, answer: PendingAcquire) -> None:
-        """Cancel a request, even if it was answered meanwhile: its lease is released."""
+    def _cancel_request(self, request: AcquireRequest, pending: PendingAcquire) -> None:
+        """Cancel a request. If it was granted in the meantime, release its leases."""
         self._execute(self._scheduler.cancelled(request.id, self._now()))
-        for lease in answer.received:
+        for lease in pending.received:
             self._execute(self._scheduler.declined(lease.id, self._now()))
 
     def snapshot(self) -> EngineSnapshot:
-        """All pools, with instances, their states, owners and ages, and who waits."""
+        """Return the state of all pools: instances with states, owners and ages, and the queues."""
         return take_snapshot(self._scheduler, self._instances, 0.0 if self._loop is None else self._loop.time())
 
     def occupancy(self) -> dict[str, Occupancy]:
         """Return leased and busy time by the labels of specs. Removed instances count too."""
         return self._instances.occupancy()
 
-    # --- carrying out what the scheduler decides ----------------------------------------------------------------------
+    # --- execution of the scheduler's decisions -----------------------------------------------------------------------
 
     def _execute(self, decisions: list[Decision]) -> None:
         self._decisions.extend(decisions)
-        if self._carrying_out:
-            return  # what it leads to is done in turn, after what was decided before
-        self._carrying_out = True
+        if self._executing:
+            return  # the running loop executes them after the earlier decisions
+        self._executing = True
         try:
             while self._decisions:
                 self._execute_one(self._decisions.popleft())
         finally:
-            self._carrying_out = False
+            self._executing = False
         self._schedule_tick()
 
     def _execute_one(self, decision: Decision) -> None:
@@ -331,8 +333,8 @@ class ResourceEngine:
             case GrantRequest(request=request, holding=holding):
                 self._grant(request, holding)
             case RejectRequest(request=request, error=error):
-                if (answer := self._pending.get(request)) is not None:
-                    answer.fail(error)
+                if (pending := self._pending.get(request)) is not None:
+                    pending.fail(error)
             case EndHold(holding=holding):
                 self._end(holding)
             case ResetInstance(instance=name, spec=spec):
@@ -357,12 +359,12 @@ class ResourceEngine:
             )
             lease = Lease(resource, holding.owner, spec, holding.scope, name, holding.id)
             self._leases[holding.id] = lease
-        answer = self._pending.get(request)
-        if answer is None or not answer.add(lease):  # cancelled a moment ago
+        pending = self._pending.get(request)
+        if pending is None or not pending.add(lease):  # the request was cancelled just before
             self._execute(self._scheduler.declined(holding.id, self._now()))
 
     def _replace_if_dead(self, holding: Hold) -> bool:
-        """Look at what is about to be handed out, and have another one found if that is dead."""
+        """Check an instance before its hand-out. Return whether it is dead and another one is requested."""
         instance = holding.instance
         if (error := self._instances.quick_check(instance.name)) is not None:
             self._controller.instance_died(instance.name, instance.pool.spec, error)
@@ -394,7 +396,7 @@ class ResourceEngine:
         if self._events is not None:
             self._events.emit(event(pool=spec.label, **fields))
 
-    # --- time and the end ---------------------------------------------------------------------------------------------
+    # --- timers and shutdown ------------------------------------------------------------------------------------------
 
     async def _shut_down(self) -> None:
         self._preparer.stop()
@@ -408,7 +410,7 @@ class ResourceEngine:
             await self._instances.close()
 
     def _schedule_tick(self) -> None:
-        """Schedule the next tick of the scheduler, for the time when something is due."""
+        """Schedule the next tick of the scheduler, for its next due time."""
         due = self._scheduler.next_tick()
         if (
             due is None
@@ -430,6 +432,8 @@ class ResourceEngine:
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
-            raise UsageError("A ResourceEngine is used inside its block: `async with ResourceEngine() as engine:`.")
+            raise UsageError(
+                "A ResourceEngine must be used inside its block: `async with ResourceEngine() as engine:`."
+            )
         require_running_loop(self._loop, "ResourceEngine")
         return self._loop

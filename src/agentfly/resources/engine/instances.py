@@ -1,4 +1,4 @@
-"""LiveInstances: calls the four instances methods of resources and keeps the ledger up to date."""
+"""LiveInstances: calls the four lifecycle methods of resources and keeps the ledger up to date."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LiveInstances:
         return {name: resource.spec for name, resource in self._resources.items()}
 
     def usage(self, instance: str) -> InstanceUsage | None:
-        """The usage of an instance; None if there is no such instance."""
+        """Return the usage of an instance; None if the instance does not exist."""
         return self._usages.get(instance)
 
     def begin_lease(self, instance: str, owner: str) -> LeaseUsage:
@@ -135,19 +135,19 @@ class LiveInstances:
             raise ResourceDied(f"{instance} is broken: {problem}.")
 
     def quick_check(self, instance: str) -> ResourceDied | None:
-        """The error of an instance that is visibly gone, without waiting; None if it is not."""
+        """Return the error of an instance that is visibly gone, without waiting; None if it is not."""
         try:
             status = self._resources[instance].quick_status()
-        except Exception as error:  # of a kind's own code
+        except Exception as error:  # from the code of the kind
             return ResourceDied(f"{instance} is broken: quick_status() raised {describe_error(error)}.")
         if status is Status.HEALTHY:
             return None
-        return ResourceDied(f"{instance} had died by the time it was to be handed out.")
+        return ResourceDied(f"{instance} had died before it was handed out.")
 
     async def remove(self, instance: str) -> None:
         """Remove a resource by its ``release``, called twice if it fails, and then by its kind's ``reap``.
 
-        A cancellation costs one try and is raised at the end.
+        A cancellation counts as one failed attempt and is raised at the end.
 
         Raises:
             ResourceError: it may still exist.
@@ -160,7 +160,9 @@ class LiveInstances:
         release = partial(self._release, resource)
         for removal in (release, release, partial(self._reap, resource)):
             try:
-                await wait_at_most(removal(), limit, f"release() of {instance}, given twice its release_timeout_s,")
+                await wait_at_most(
+                    removal(), limit, f"release() of {instance}, with a limit of twice its release_timeout_s,"
+                )
             except asyncio.CancelledError as error:
                 cancelled = error
                 failures.append(error)
@@ -177,7 +179,7 @@ class LiveInstances:
             raise cancelled
 
     async def close(self) -> None:
-        """Close the status socket and the ledger. The disk is waited for no longer than `SYNC_TIMEOUT_S`."""
+        """Close the status socket and the ledger. Wait at most `SYNC_TIMEOUT_S` for the disk."""
         self._status_socket.close()
         self._unsynced = False
         if (syncing := self._syncing) is not None:
@@ -204,10 +206,10 @@ class LiveInstances:
         self._occupancy[label] = self._occupancy.get(label, Occupancy()) + self._usages.pop(instance).occupancy
 
     async def _reap(self, resource: Resource) -> None:
-        """Remove a resource in the way its orphans are removed."""
+        """Remove a resource with the function that removes orphans of its kind."""
         address, traces = kind_of(resource.spec).reap_address, resource.traces
         if address is None or not traces:
-            raise ResourceError("its kind has no reap to remove it otherwise, or it left no traces to be found by")
+            raise ResourceError("its kind has no reap function, or the instance has no traces")
         await orphans.run_reap(import_object(address), traces)
 
     def _sync(self) -> None:
@@ -225,25 +227,25 @@ class LiveInstances:
 
 
 async def _health_problem(resource: Resource) -> str | None:
-    """The problem that a resource reports; None if it is healthy."""
+    """Return the problem that a resource reports; None if it is healthy."""
     try:
         status = await _call_lifecycle_method(resource, "status")
     except Exception as error:
-        return f"asked for its status, it raised {describe_error(error)}"
+        return f"status() raised {describe_error(error)}"
     if not isinstance(status, Status):
         return f"its status() returned {status!r:.200}; return Status.HEALTHY or Status.BROKEN"
-    return None if status is Status.HEALTHY else f"it says that it is {status.value}"
+    return None if status is Status.HEALTHY else f"its status() is {status.value}"
 
 
 async def _call_lifecycle_method(resource: Resource, name: str) -> Any:
-    """Call a instances method and return its result.
+    """Call a lifecycle method and return its result.
 
     Raises:
-        UsageError: it is no coroutine function.
+        UsageError: it is not a coroutine function.
         Exception: any exception that it raises.
     """
     work = getattr(resource, name)()
     if not inspect.isawaitable(work):
         kind = type(resource).__name__
-        raise UsageError(f"{kind}.{name}() is no coroutine. Write `async def {name}(self)` in the class {kind}.")
+        raise UsageError(f"{kind}.{name}() is not a coroutine. Write `async def {name}(self)` in the class {kind}.")
     return await work

@@ -57,7 +57,7 @@ def create_handle(resource: R, owner: str, use: LeaseUsage) -> R:
 
 
 def revoke(handle: Resource) -> float:
-    """End a lease: every use of its handle, and of methods taken from it, raises `LeaseExpired` from now on.
+    """End a lease. Every later use of its handle, and of methods obtained from it, raises `LeaseExpired`.
 
     Returns:
         The seconds for which calls of the owner were running.
@@ -106,8 +106,8 @@ class Handle:
         resource = _resource_of(self)
         if name in _ENGINE_METHODS and resource.can_freeze:
             raise UsageError(
-                f"{name}() of {resource.instance} is called by the engine, which must know what is frozen. Write "
-                "idle='freeze' in the spec, and the instance is frozen whenever nobody uses it."
+                f"Only the engine calls {name}() of {resource.instance}, because it must know which instances are "
+                "frozen. Write idle='freeze' in the spec: the instance is then frozen while no call uses it."
             )
         try:
             value = getattr(resource, name)
@@ -140,8 +140,8 @@ _set_state: Callable[[Handle, _HandleState], None] = _state_slot.__set__
 
 
 def _no_such(resource: Resource, name: str) -> UnknownAttribute:
-    engines = dir(Resource)
-    offered = [one for one in dir(resource) if one[0] != "_" and one not in engines]
+    common = dir(Resource)
+    offered = [one for one in dir(resource) if one[0] != "_" and one not in common]
     nearest = nearest_name(name, offered)
     guess = f" Did you mean {nearest!r}?" if nearest else ""
     return UnknownAttribute(f"{resource.instance} has no {name!r}.{guess} It has {', '.join(offered)}.")
@@ -171,7 +171,7 @@ def _wrap_method(handle: Handle, method: Callable[..., Any]) -> Callable[..., An
             result = method(*args, **kwargs)
         finally:
             busy.end()
-        return _given(handle, resource, result)
+        return _guard_result(handle, resource, result)
 
     return call
 
@@ -184,11 +184,11 @@ async def _call_coroutine(
     async with state.use:
         resource = state.live_resource()
         result = await method(*args, **kwargs)
-    return _given(handle, resource, result)
+    return _guard_result(handle, resource, result)
 
 
-def _given(handle: Handle, resource: Resource, result: Any) -> Any:
-    """Guard a result: coroutines and generators of the resource stop working when the lease ends.
+def _guard_result(handle: Handle, resource: Resource, result: Any) -> Any:
+    """Guard a result, so that coroutines and generators of the resource stop working when the lease ends.
 
     If a method returns the resource itself, as with ``return self``, the owner gets the handle.
     """
@@ -205,7 +205,7 @@ async def _coroutine(handle: Handle, work: Coroutine[Any, Any, Any]) -> Any:
         async with state.use:
             resource = state.live_resource()
             result = await work
-        return _given(handle, resource, result)
+        return _guard_result(handle, resource, result)
     finally:
         work.close()  # if it was never started
 
@@ -225,7 +225,7 @@ def _generator(handle: Handle, items: Generator[Any, Any, Any]) -> Generator[Any
             finally:
                 busy.end()
             try:
-                sent = yield _given(handle, resource, item)
+                sent = yield _guard_result(handle, resource, item)
             except GeneratorExit:
                 raise
             except BaseException as error:
@@ -247,7 +247,7 @@ async def _async_generator(handle: Handle, items: AsyncGenerator[Any, Any]) -> A
             except StopAsyncIteration:
                 return
             try:
-                sent = yield _given(handle, resource, item)
+                sent = yield _guard_result(handle, resource, item)
             except GeneratorExit:
                 raise
             except BaseException as error:
@@ -258,7 +258,7 @@ async def _async_generator(handle: Handle, items: AsyncGenerator[Any, Any]) -> A
 
 def _context_manager(handle: Handle, context: Any) -> Any:
     """Wrap a context manager that `contextlib` made from a generator function."""
-    context.gen = _given(handle, _resource_of(handle), context.gen)
+    context.gen = _guard_result(handle, _resource_of(handle), context.gen)
     return context
 
 
@@ -273,7 +273,9 @@ _GUARDS: dict[type, Callable[[Handle, Any], Any]] = {
 
 @functools.cache
 def _handle_type(kind: type[Resource]) -> type[Handle]:
-    """The handle class of one resource class. It forwards special methods, which Python looks up on the class only.
+    """Return the handle class of a resource class.
+
+    It forwards special methods, because Python looks them up on the class only.
 
     Coroutine methods are wrapped once per class, because nearly every use is a call of one.
     """

@@ -20,7 +20,7 @@ from agentfly.resources.process.ledger import CLEANUP_RECORD_PREFIX, LedgerEntry
 from agentfly.resources.process.procfs import ProcessIdentity, age_seconds, command_line
 
 QUERY_TIMEOUT_S = 2.0
-"""Seconds that an engine has to answer; it does so at once unless something blocks its event loop."""
+"""Time limit for an answer, in seconds. An engine answers at once unless its event loop is blocked."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class LiveRun:
     Attributes:
         pid: its process.
         machine: the machine of its process.
-        command: the command line, as far as it is visible here.
+        command: its command line; empty if not visible here.
         age_seconds: the age of its process; None if not visible here.
         dead: whether its process is certainly gone, so that its instances are orphans.
-        started: the instances that its ledger records as started and not removed.
-        snapshot: its answer.
+        started: the instances that were started and not removed, according to its ledger.
+        snapshot: the state that it reports; None if there is no answer.
         no_answer_reason: why there is no answer; empty if there is one.
     """
 
@@ -48,7 +48,7 @@ class LiveRun:
     no_answer_reason: str
 
     def to_json(self) -> dict[str, Any]:
-        """The run as a JSON-able mapping; what it started is not repeated where there is a snapshot."""
+        """Return the run as a JSON-able mapping. ``started`` is left out if there is a snapshot."""
         shown = asdict(self)
         del shown["snapshot"], shown["started"]
         if self.snapshot is not None:
@@ -57,12 +57,12 @@ class LiveRun:
 
 
 async def find_runs(directory: Path | None = None) -> list[LiveRun]:
-    """Every engine that has something started, live or dead; the oldest process first.
+    """Return every engine with instances, live or dead, the oldest process first.
 
     Args:
         directory: the state directory; by default the user's.
     """
-    paths = [path for place in state_directories(directory) for path in ledger.find_ledgers(place)]
+    paths = [path for state in state_directories(directory) for path in ledger.find_ledgers(state)]
     found = await asyncio.gather(*(_run(path) for path in paths))
     return sorted((run for run in found if run is not None), key=lambda run: -(run.age_seconds or 0))
 
@@ -70,35 +70,35 @@ async def find_runs(directory: Path | None = None) -> list[LiveRun]:
 async def _run(path: Path) -> LiveRun | None:
     try:
         owner, entries = ledger.read_ledger(path)
-    except OSError:  # it has ended in this moment
+    except OSError:  # it has just ended
         return None
     if owner is None:
         return None
     if owner.is_dead():
-        left = [entry for entry in entries if entry.reap is not None]  # the others ended with their process
-        return _described(owner, left, None, "its process is dead") if left else None
-    if path.name.startswith(CLEANUP_RECORD_PREFIX):  # of something that no engine has, and that will be gone soon
+        left = [entry for entry in entries if entry.reap is not None]  # the others ended with the process
+        return _live_run(owner, left, None, "its process is dead") if left else None
+    if path.name.startswith(CLEANUP_RECORD_PREFIX):  # short-lived, and not an engine
         return None
-    snapshot, silence = None, ""
+    snapshot, reason = None, ""
     try:
-        snapshot = await _admit(socket_path(path))
+        snapshot = await _query(socket_path(path))
     except TimeoutError:
-        silence = (
-            f"it does not answer within {QUERY_TIMEOUT_S:g} s: something blocks its event loop, or many ask at once"
+        reason = (
+            f"no answer within {QUERY_TIMEOUT_S:g} s: its event loop is blocked, or too many clients connect at once"
         )
     except OSError as error:
-        silence = f"it cannot be asked: {error.strerror or error}"
+        reason = f"its socket cannot be reached: {error.strerror or error}"
     except json.JSONDecodeError:
-        silence = "its answer broke off: it is ending, or many ask at once"
+        reason = "its answer is incomplete: it is ending, or too many clients connect at once"
     except (ValueError, KeyError, TypeError):
-        silence = "it is of another version of AgentFly"
-    if not await run_in_thread(path.exists):  # it has ended meanwhile
+        reason = "it runs another version of AgentFly"
+    if not await run_in_thread(path.exists):  # it has ended in the meantime
         return None
-    return _described(owner, entries, snapshot, silence)
+    return _live_run(owner, entries, snapshot, reason)
 
 
-async def _admit(window: Path) -> EngineSnapshot:
-    """Return an engine's answer.
+async def _query(path: Path) -> EngineSnapshot:
+    """Return the snapshot that an engine serves.
 
     Raises:
         TimeoutError: it does not answer.
@@ -106,13 +106,13 @@ async def _admit(window: Path) -> EngineSnapshot:
         ValueError, KeyError, TypeError: the answer cannot be read.
     """
     loop = asyncio.get_running_loop()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-        asking.setblocking(False)
-        with short_path(window) as address, _as_timeout():
-            asking.connect(address)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.setblocking(False)
+        with short_path(path) as address, _as_timeout():
+            client.connect(address)
         answer = bytearray()
         async with asyncio.timeout(QUERY_TIMEOUT_S):
-            while chunk := await loop.sock_recv(asking, 2**20):
+            while chunk := await loop.sock_recv(client, 2**20):
                 answer += chunk
     return EngineSnapshot.from_json(bytes(answer))
 
@@ -121,22 +121,22 @@ async def _admit(window: Path) -> EngineSnapshot:
 def _as_timeout() -> Iterator[None]:
     try:
         yield
-    except BlockingIOError as error:  # so many wait for its answer already
+    except BlockingIOError as error:  # its queue of waiting clients is full
         raise TimeoutError from error
 
 
-def _described(
-    owner: ProcessIdentity, entries: Sequence[LedgerEntry], snapshot: EngineSnapshot | None, silence: str
+def _live_run(
+    owner: ProcessIdentity, entries: Sequence[LedgerEntry], snapshot: EngineSnapshot | None, reason: str
 ) -> LiveRun:
     dead, here = owner.is_dead(), ProcessIdentity.current()
-    seen = not dead and (owner.machine, owner.namespace) == (here.machine, here.namespace)
+    visible = not dead and (owner.machine, owner.namespace) == (here.machine, here.namespace)
     return LiveRun(
         pid=owner.pid,
         machine=owner.machine,
-        command=command_line(owner.pid) if seen else "",
-        age_seconds=age_seconds(owner.started) if seen else None,
+        command=command_line(owner.pid) if visible else "",
+        age_seconds=age_seconds(owner.started) if visible else None,
         dead=dead,
         started=tuple(entries),
         snapshot=snapshot,
-        no_answer_reason=silence,
+        no_answer_reason=reason,
     )

@@ -26,24 +26,25 @@ from agentfly.resources.process.ledger import LedgerEntry
 logger = logging.getLogger(__name__)
 
 REAP_TIMEOUT_S = 60.0
-"""Seconds that the removal of one orphan may take."""
+"""Time limit for the removal of one orphan, in seconds."""
 
 STALE_DRAFT_S = 3600.0
-"""Seconds after which a ledger that was never finished will not be."""
+"""Age in seconds after which an unfinished ledger is removed."""
 
 
 UNREACHABLE_DAYS = 7
-"""Days after which an orphan is given up if nothing has answered where it is since it was first tried."""
+"""Days without any answer from its host, since the first attempt, after which an orphan is given up."""
 
-SHOWN = 10
-"""Orphans whose traces are logged when they are given up."""
+MAX_LOGGED_TRACES = 10
+"""Maximum number of orphans whose traces are logged when they are given up."""
 
 
 async def reap_orphans(directory: Path | None = None, *, repeat: bool = False) -> list[LedgerEntry]:
     """Remove the orphans of dead processes, and nothing of a process that may still live.
 
-    An orphan that could not be removed is logged, and stays in its ledger for the next time. An orphan that is
-    `agentfly.core.errors.ResourceUnreachable` is reported once. After `UNREACHABLE_DAYS` it is dropped with a report.
+    An orphan that could not be removed is logged and stays in its ledger for the next attempt. An orphan whose removal
+    fails with `agentfly.core.errors.ResourceUnreachable` is reported once. After `UNREACHABLE_DAYS` it is dropped with
+    a report.
 
     Args:
         directory: the state directory; by default the user's (see `agentfly.core.user_directories.state_directory`).
@@ -54,21 +55,21 @@ async def reap_orphans(directory: Path | None = None, *, repeat: bool = False) -
     """
     removed: list[LedgerEntry] = []
     failed: list[tuple[LedgerEntry, Exception]] = []
-    for place in state_directories(directory):
-        for path in _finished_ledgers(ledger.list_files(place)):
+    for state in state_directories(directory):
+        for path in _finished_ledgers(ledger.list_files(state)):
             try:
                 with _locked(path) as claimed:
                     if claimed:
                         removed += await _reap_ledger(path, failed)
-            except OSError as error:  # another user's, for instance, which is no reason to leave the others
-                logger.warning("%s, which says what a process has started, was passed over: %s", path, error)
+            except OSError as error:  # for instance of another user; the other ledgers are still processed
+                logger.warning("The ledger %s was skipped: %s", path, error)
     _log_failures([one for one in failed if not isinstance(one[1], ResourceUnreachable)])
-    _tell_unreachable([one for one in failed if isinstance(one[1], ResourceUnreachable)], repeat)
+    _log_unreachable([one for one in failed if isinstance(one[1], ResourceUnreachable)], repeat)
     return removed
 
 
 def _log_failures(failed: list[tuple[LedgerEntry, Exception]]) -> None:
-    """Log what could not be removed: a line for each kind, however many there are of it."""
+    """Log orphans that could not be removed, in one line per kind."""
     for kind in dict.fromkeys(entry.kind for entry, _ in failed):
         entry, error = next(one for one in failed if one[0].kind == kind)
         others = sum(one.kind == kind for one, _ in failed) - 1
@@ -82,27 +83,27 @@ def _log_failures(failed: list[tuple[LedgerEntry, Exception]]) -> None:
         )
 
 
-def _tell_unreachable(failed: list[tuple[LedgerEntry, Exception]], repeat: bool) -> None:
-    """Log what is where nothing answers: one line for all that is kept, and one for all that is given up."""
+def _log_unreachable(failed: list[tuple[LedgerEntry, Exception]], repeat: bool) -> None:
+    """Log unreachable orphans: one line for those that are kept, and one for those that are given up."""
     given_up = [one for one in failed if _is_given_up(*one)]
     kept = [one for one in failed if not _is_given_up(*one)]
-    if told := [one for one in kept if repeat or one[0].unreachable_since is None]:
+    if reported := [one for one in kept if repeat or one[0].unreachable_since is None]:
         logger.warning(
-            "%s could not be removed, because nothing answers where they are. Start what is missing and run "
-            "`agentfly resources reap`. They are given up after %d days. %s",
-            _counted(told),
+            "%s could not be removed, because their host does not answer. Start it and run `agentfly resources reap`. "
+            "They are given up after %d days. %s",
+            _counted(reported),
             UNREACHABLE_DAYS,
-            describe_error(told[0][1]),
+            describe_error(reported[0][1]),
         )
     if given_up:
-        places = list(dict.fromkeys(str(dict(entry.traces)) for entry, _ in given_up))
+        traces = list(dict.fromkeys(str(dict(entry.traces)) for entry, _ in given_up))
         logger.warning(
-            "%s were given up, because nothing has answered where they are for %d days. If it is started again, remove "
-            "them by hand. Their traces: %s%s",
+            "%s were given up, because their host has not answered for %d days. If it is started again, remove them "
+            "manually. Their traces: %s%s",
             _counted(given_up),
             UNREACHABLE_DAYS,
-            "; ".join(places[:SHOWN]),
-            f"; and {len(places) - SHOWN} more" if len(places) > SHOWN else "",
+            "; ".join(traces[:MAX_LOGGED_TRACES]),
+            f"; and {len(traces) - MAX_LOGGED_TRACES} more" if len(traces) > MAX_LOGGED_TRACES else "",
         )
 
 
@@ -117,7 +118,8 @@ async def run_reap(function: ReapFunction, traces: dict[str, Any]) -> None:
     """Call a kind's ``reap_orphans``, whether it is sync or async, within `REAP_TIMEOUT_S`.
 
     Raises:
-        Exception: what the function raises, or TimeoutError.
+        TimeoutError: it took too long.
+        Exception: any exception of the function.
     """
     async with asyncio.timeout(REAP_TIMEOUT_S):
         if inspect.iscoroutinefunction(function):
@@ -129,11 +131,11 @@ async def run_reap(function: ReapFunction, traces: dict[str, Any]) -> None:
 async def _reap_ledger(path: Path, failed: list[tuple[LedgerEntry, Exception]]) -> list[LedgerEntry]:
     owner, entries = ledger.read_ledger(path)
     if owner is None:
-        logger.error("%s is not a ledger that this version can read. It was left alone; remove it by hand.", path)
+        logger.error("%s is not a ledger that this version can read. It was not changed; remove it manually.", path)
         return []
     if not owner.is_dead():
         return []
-    # In-process resources have ended with their process: there is nothing to remove.
+    # In-process resources have ended with their process, so there is nothing to remove.
     orphans = [entry for entry in entries if entry.reap is not None]
     outcomes = list(zip(orphans, await asyncio.gather(*map(_reap_entry, orphans)), strict=True))
     failures = [(entry, error) for entry, error in outcomes if error is not None]
@@ -144,20 +146,20 @@ async def _reap_ledger(path: Path, failed: list[tuple[LedgerEntry, Exception]]) 
 
 
 def _marked(entry: LedgerEntry, error: Exception) -> LedgerEntry:
-    """An orphan that stays in its ledger, with the time since when it has been unreachable."""
+    """Return the entry of an orphan that stays in its ledger, with the time at which it became unreachable."""
     if not isinstance(error, ResourceUnreachable):
         return replace(entry, unreachable_since=None)
     return replace(entry, unreachable_since=entry.unreachable_since or time.time())
 
 
 def _is_given_up(entry: LedgerEntry, error: Exception) -> bool:
-    """Whether nothing has answered for so long where an orphan is that it is not tried again."""
+    """Return whether the host of an orphan has not answered for so long that the orphan is given up."""
     since = entry.unreachable_since if isinstance(error, ResourceUnreachable) else None
     return since is not None and time.time() - since > UNREACHABLE_DAYS * 86400
 
 
 async def _reap_entry(entry: LedgerEntry) -> Exception | None:
-    """Remove an orphan; why it could not be removed."""
+    """Remove an orphan. Return the error if it could not be removed."""
     try:
         await run_reap(import_object(entry.reap or ""), dict(entry.traces))
     except Exception as error:
@@ -167,7 +169,7 @@ async def _reap_entry(entry: LedgerEntry) -> Exception | None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Have a ledger to oneself, so that two reapers do not remove the same orphan; False if another has it."""
+    """Lock a ledger, so that two reapers do not remove the same orphan. Yield whether it is locked."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

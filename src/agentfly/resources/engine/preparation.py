@@ -63,15 +63,17 @@ class Preparer:
             preparation = self._under_way[key] = self._spawn(self._prepare(spec, key), f"prepare {spec.label}")
         await asyncio.wait({preparation})
         if preparation.cancelled():
-            raise ResourceStartError(f"What {spec.label} needs was not prepared, because the engine was closed.")
+            raise ResourceStartError(
+                f"The prerequisite of {spec.label} was not prepared, because the engine was closed."
+            )
         preparation.result()
 
     def invalidate(self, spec: Spec) -> None:
-        """Forget a preparation whose result may be gone."""
+        """Discard a preparation whose result may be gone, so that it is repeated."""
         self._done.pop(_key(spec), None)
 
     def prefetch(self, specs: Iterable[Spec], prepared: Callable[[Spec], None]) -> None:
-        """Prepare for specs in the background, a few at a time; ``prepared`` is called after each success."""
+        """Prepare for specs in the background, a few at once. ``prepared`` is called after each success."""
         for spec in () if self._stopped else specs:
             validate_spec(spec)
             self._expected[spec] = prepared
@@ -92,7 +94,7 @@ class Preparer:
         if tasks := {*self._prefetching, *self._under_way.values()}:
             _, ignoring = await asyncio.wait(tasks, timeout=CANCEL_GRACE_S)
             for task in ignoring:
-                logger.error("%r takes no notice of being cancelled and is left to itself.", task.get_name())
+                logger.error("%r ignores its cancellation and is abandoned.", task.get_name())
 
     async def _prepare(self, spec: Spec, key: Hashable) -> None:
         loop, what = asyncio.get_running_loop(), str(spec.preparation_key)
@@ -124,7 +126,7 @@ class Preparer:
             try:
                 await self.prepare(spec)
             except Exception as error:
-                logger.warning("%s; whoever needs it tries again.", describe_error(error))
+                logger.warning("%s; the next request tries again.", describe_error(error))
             else:
                 prepared(spec)
 

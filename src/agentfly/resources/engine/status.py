@@ -42,7 +42,7 @@ class InstanceSnapshot:
 
 @dataclass(frozen=True)
 class QueuedRequestSnapshot:
-    """A place in a pool's queue."""
+    """An entry of a pool's queue."""
 
     owner: str
     scope: str
@@ -52,9 +52,15 @@ class QueuedRequestSnapshot:
 
 @dataclass(frozen=True)
 class PoolSnapshot:
-    """A pool: ``label`` is its spec's short name, ``spec`` the whole of it as text; the queue is in order.
+    """A pool.
 
-    ``failing`` says with what its starts fail, if they do.
+    Attributes:
+        label: the short name of its spec.
+        spec: the whole spec as text.
+        capacity: its maximum number of instances.
+        instances: its instances.
+        queue: its waiting requests, in order.
+        failing: the error of its starts, if they fail.
     """
 
     label: str
@@ -72,21 +78,21 @@ class EngineSnapshot:
     pools: tuple[PoolSnapshot, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The snapshot as a JSON-able mapping."""
+        """Return the snapshot as a JSON-able mapping."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, text: bytes | str) -> EngineSnapshot:
-        """The snapshot that `to_json` gave.
+        """Parse the JSON form of `to_json`.
 
         Raises:
-            ValueError, KeyError, TypeError: it is none, or one of another version.
+            ValueError, KeyError, TypeError: the text is not a snapshot of this version.
         """
         return cls(tuple(_pool(pool) for pool in json.loads(text)["pools"]))
 
 
-def take_snapshot(scheduler: Scheduler, lifecycle: LiveInstances, now: float) -> EngineSnapshot:
-    """Return the current state of a scheduler and a lifecycle."""
+def take_snapshot(scheduler: Scheduler, live: LiveInstances, now: float) -> EngineSnapshot:
+    """Return the current state of a scheduler and its live instances."""
     return EngineSnapshot(
         tuple(
             PoolSnapshot(
@@ -94,7 +100,7 @@ def take_snapshot(scheduler: Scheduler, lifecycle: LiveInstances, now: float) ->
                 spec=repr(pool.spec),
                 capacity=pool.spec.capacity,
                 instances=tuple(
-                    _instance(instance, lifecycle.usage(instance.name), now) for instance in pool.instances.values()
+                    _instance(instance, live.usage(instance.name), now) for instance in pool.instances.values()
                 ),
                 queue=tuple(
                     QueuedRequestSnapshot(waiter.owner, waiter.scope.value, waiter.priority, now - waiter.since)
@@ -107,8 +113,8 @@ def take_snapshot(scheduler: Scheduler, lifecycle: LiveInstances, now: float) ->
     )
 
 
-def _instance(instance: Instance, attendance: InstanceUsage | None, now: float) -> InstanceSnapshot:
-    occupancy = Occupancy() if attendance is None else attendance.occupancy
+def _instance(instance: Instance, usage: InstanceUsage | None, now: float) -> InstanceSnapshot:
+    occupancy = Occupancy() if usage is None else usage.occupancy
     return InstanceSnapshot(
         name=instance.name,
         state=instance.state.value,
@@ -116,7 +122,7 @@ def _instance(instance: Instance, attendance: InstanceUsage | None, now: float) 
         state_seconds=now - instance.since,
         age_seconds=now - instance.started,
         uses=instance.uses,
-        frozen=attendance is not None and attendance.frozen,
+        frozen=usage is not None and usage.frozen,
         held_seconds=occupancy.held_seconds,
         busy_seconds=occupancy.busy_seconds,
     )

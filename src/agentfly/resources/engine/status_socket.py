@@ -15,12 +15,12 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 CLIENT_TIMEOUT_S = 5.0
-"""Seconds that a client may take to read."""
+"""Time limit for a client to read the snapshot, in seconds."""
 
-_QUEUE = 128  # of those who connect and wait
+_BACKLOG = 128  # maximum number of clients that wait to be accepted
 
 MAX_STATUS_CLIENTS = 8
-"""How many may look at a time; the next wait until one of them is done."""
+"""Maximum number of clients at a time. Others wait until one of them has been served."""
 
 
 def socket_path(ledger: Path) -> Path:
@@ -42,20 +42,20 @@ class StatusSocket:
     """Sends each client one snapshot as JSON. It costs nothing without clients.
 
     Args:
-        look: returns the snapshot, JSON-able.
+        take_snapshot: returns the snapshot as a JSON-able mapping.
     """
 
-    def __init__(self, look: Callable[[], dict[str, Any]]) -> None:
-        self._snapshot = look
+    def __init__(self, take_snapshot: Callable[[], dict[str, Any]]) -> None:
+        self._take_snapshot = take_snapshot
         self._path: Path | None = None
         self._socket: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._answers: set[asyncio.Task[None]] = set()
 
     def open(self, ledger: Path) -> None:
-        """Open the socket beside a ledger, unless it is open there. A failure is logged.
+        """Open the socket beside a ledger, unless it is already open there. A failure is logged.
 
-        It closes by itself when this process has no descriptors left for clients.
+        The socket closes when this process has no file descriptors left for clients.
         """
         path = socket_path(ledger)
         if path == self._path:
@@ -65,13 +65,13 @@ class StatusSocket:
         try:
             self._socket = _listen(path)
         except OSError as error:
-            logger.warning("`agentfly resources ps` will not see what this run has: %s: %s", path, error)
+            logger.warning("`agentfly resources ps` cannot show this run: %s: %s", path, error)
             return
         self._loop = asyncio.get_running_loop()
         self._listen_on()
 
     def close(self) -> None:
-        """Close it, and remove it from the directory."""
+        """Close the socket and remove its file."""
         for answer in self._answers:
             answer.cancel()
         if self._socket is not None and self._loop is not None and self._path is not None:
@@ -87,15 +87,15 @@ class StatusSocket:
 
     def _accept(self, listening: socket.socket) -> None:
         try:
-            looker, _ = listening.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # gone already
+            client, _ = listening.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # the client is gone
             return
-        except OSError as error:  # for want of descriptors; whoever waits would keep the loop busy
-            logger.warning("`agentfly resources ps` does not see this run until it starts something: %s", error)
+        except OSError as error:  # no descriptors are left, and waiting clients would keep the event loop busy
+            logger.warning("`agentfly resources ps` cannot show this run until its next start: %s", error)
             self.close()
             return
-        looker.setblocking(False)
-        answer = asyncio.get_running_loop().create_task(self._answer(looker), name="answer who looks at the engine")
+        client.setblocking(False)
+        answer = asyncio.get_running_loop().create_task(self._answer(client), name="serve the engine's status")
         self._answers.add(answer)
         answer.add_done_callback(self._answered)
         if len(self._answers) >= MAX_STATUS_CLIENTS:
@@ -106,23 +106,23 @@ class StatusSocket:
             self._listen_on()
         self._answers.discard(answer)
 
-    async def _answer(self, looker: socket.socket) -> None:
-        with looker, contextlib.suppress(OSError, TimeoutError):
+    async def _answer(self, client: socket.socket) -> None:
+        with client, contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(CLIENT_TIMEOUT_S):
-                text = json.dumps(self._snapshot())
-                await asyncio.get_running_loop().sock_sendall(looker, text.encode())
+                text = json.dumps(self._take_snapshot())
+                await asyncio.get_running_loop().sock_sendall(client, text.encode())
 
 
 def _listen(path: Path) -> socket.socket:
-    """A listening socket that only the user can connect to. It appears once it listens."""
+    """Return a listening socket to which only this user can connect. Its file appears once it listens."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     draft = path.with_suffix(".sock-draft")
     try:
         listening.setblocking(False)
-        os.fchmod(listening.fileno(), 0o600)  # what bind() makes gets this mode
+        os.fchmod(listening.fileno(), 0o600)  # the mode of the file that bind() creates
         with short_path(draft) as address:
             listening.bind(address)
-        listening.listen(_QUEUE)
+        listening.listen(_BACKLOG)
         draft.rename(path)
     except OSError:
         listening.close()

@@ -19,7 +19,7 @@ from agentfly.core.errors import (
 
 INITIAL_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 30.0
-"""Seconds between two tries: the first pause, which doubles with each round of failures, and the maximum."""
+"""Seconds between two attempts: the first pause, which doubles with each round of failures, and the maximum."""
 
 MIN_FAILING_S = 3.5
 """Seconds of failing starts after which another failed start also fails the request it was for."""
@@ -32,11 +32,11 @@ DISK_FULL_TIMEOUT_S = 300.0
 
 
 class StartFailureCause(Enum):
-    """Why a start failed, as far as it matters to the next one."""
+    """Why a start failed, as far as it matters for the next start."""
 
-    PERMANENT = auto()  # the next would fail as well: a wrong spec, something that the machine lacks, a slip in code
-    TRANSIENT = auto()  # the next may succeed
-    DISK_FULL = auto()  # the next succeeds when somebody has freed some of it
+    PERMANENT = auto()  # the next one would fail, too: a wrong spec, a missing prerequisite, an error in code
+    TRANSIENT = auto()  # the next one may succeed
+    DISK_FULL = auto()  # the next one may succeed once disk space is free
 
 
 class FailureScope(Enum):
@@ -47,7 +47,15 @@ class FailureScope(Enum):
     ALL_WAITING = auto()  # all waiters of the pool for which no instance is coming
 
 
-_LASTING = (UsageError, PrerequisiteError, APIRefused, APIMalformed, EngineClosed, LeaseExpired, TokenInvariantError)
+_PERMANENT_ERRORS = (
+    UsageError,
+    PrerequisiteError,
+    APIRefused,
+    APIMalformed,
+    EngineClosed,
+    LeaseExpired,
+    TokenInvariantError,
+)
 _CODE_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -64,10 +72,15 @@ _CODE_ERRORS = (
     NotADirectoryError,
     PermissionError,
 )
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_FULL_IN_WORDS = ("No space left on device", "Disk quota exceeded", "no space left on device", "disk quota exceeded")
+_DISK_FULL_CODES = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FULL_MESSAGES = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "no space left on device",
+    "disk quota exceeded",
+)
 _DEPTH = 10
-_WIDE = 64  # starts at once, beyond which they are not counted any more
+_WIDE = 64  # number of concurrent starts beyond which they are not counted
 
 
 def cause_of(error: BaseException) -> StartFailureCause:
@@ -84,16 +97,16 @@ def cause_of(error: BaseException) -> StartFailureCause:
         slip = isinstance(wrapped, _CODE_ERRORS) and not isinstance(wrapped, OSError)
         return (
             StartFailureCause.PERMANENT
-            if error.by_policy or isinstance(error, _LASTING) or slip
+            if error.by_policy or isinstance(error, _PERMANENT_ERRORS) or slip
             else StartFailureCause.TRANSIENT
         )
     return StartFailureCause.PERMANENT if isinstance(error, _CODE_ERRORS) else StartFailureCause.TRANSIENT
 
 
 def _is_full(error: BaseException) -> bool:
-    if isinstance(error, OSError) and error.errno in _FULL:
+    if isinstance(error, OSError) and error.errno in _DISK_FULL_CODES:
         return True
-    return any(isinstance(part, str) and words in part for part in error.args for words in _FULL_IN_WORDS)
+    return any(isinstance(part, str) and words in part for part in error.args for words in _DISK_FULL_MESSAGES)
 
 
 class StartBackoff:

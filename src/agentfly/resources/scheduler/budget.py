@@ -1,4 +1,4 @@
-"""Budget: how much of the host all instances may use, and how much is in use."""
+"""Budget: the part of the host that all instances may use, and how much of it is in use."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _SCALES = (1000, 1, 1000)
 
 
 def cost_of(spec: ResourceSpec[Any]) -> ResourceCost:
-    """The cost of one instance of a spec."""
+    """Return the cost of one instance of a spec."""
     return (round(spec.cpus * 1000), spec.memory_bytes, round(spec.gpus * 1000))
 
 
 def total_cost(costs: Iterable[ResourceCost]) -> ResourceCost:
-    """The total cost of several instances."""
+    """Return the total cost of several instances."""
     cpus, memory, gpus = (sum(amounts) for amounts in zip(*costs, strict=True))
     return (cpus, memory, gpus)
 
@@ -76,15 +76,15 @@ class BudgetUsage:
             self._returning[index] -= amount
 
     def fits(self, cost: ResourceCost) -> bool:
-        """Whether an instance can start now."""
+        """Return whether an instance can start now."""
         return not any(self._lacking(cost, self._spent))
 
     def shortage(self, cost: ResourceCost) -> tuple[bool, ...]:
-        """For each quantity, whether an instance lacks it even after all stopping instances are gone."""
+        """Return, for each quantity, whether an instance lacks it even after all stopping instances are gone."""
         return self._lacking(cost, [spent - back for spent, back in zip(self._spent, self._returning, strict=True)])
 
     def describe_excess(self, cost: ResourceCost) -> str | None:
-        """Why an instance can never start; None if it can."""
+        """Return why an instance can never start; None if it can."""
         over = [
             f"{name} {amount / scale:g} of {limit / scale:g}"
             for name, amount, limit, scale in zip(_NAMES, cost, self._limits, _SCALES, strict=True)

@@ -1,9 +1,8 @@
 """Deadlock detection: owners that each wait for something only the others could release.
 
-A waiter is deadlocked if everyone who could make room for it waits too, and everyone who could make room for those,
-and so on: a knot in the wait graph (the OR model: one of several holders is enough to continue). A waiter with a
-reserved idle instance can also make room, by giving the reservation up. A request for several specs is deadlocked as
-soon as one of its waits is.
+A waiter is deadlocked if all of its blockers wait as well, and all of their blockers, and so on: a knot in the wait
+graph (the OR model: the release of one of several blockers is enough). A waiter with a reserved idle instance can also
+release it, by giving the reservation up. A request for several specs is deadlocked as soon as one of its waits is.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from agentfly.resources.scheduler.provisioner import Provisioner
 from agentfly.resources.scheduler.state import SchedulerState
 
 Blocker = Hold | Waiter
-"""What blocks a waiter: a hold that must end, or another waiter that must be served."""
+"""A blocker of a waiter: a hold that must end, or another waiter that must be served."""
 
 BlockersOf = Callable[[Waiter], Iterable[Blocker]]
-"""The blockers of a waiter, one of which must go; empty if the waiter can make progress anyway."""
+"""Returns the blockers of a waiter, one of which must go; none if the waiter can make progress anyway."""
 
 DeadlockSet = dict[Waiter, list[Blocker]]
 """The deadlocked waiters, each with its blockers."""
@@ -30,8 +29,8 @@ DeadlockSet = dict[Waiter, list[Blocker]]
 def find_deadlock(waiter: Waiter, owners: Mapping[str, Owner], blockers_of: BlockersOf) -> DeadlockSet:
     """Find the deadlock that a waiter or one of its siblings is part of.
 
-    Returns each deadlocked waiter with its blockers; empty if the waiter can make progress. The search stops as soon as
-    that is known. Without a deadlock it is cheap for any number of waiters.
+    Return each deadlocked waiter with its blockers; nothing if the waiter can make progress. The search stops as soon
+    as this is known. Without a deadlock it is cheap for any number of waiters.
     """
     stuck: DeadlockSet = {}  # a waiter that can make progress has an empty list
     behind: dict[Waiter, list[tuple[Waiter, Waiter]]] = {}  # the waiters that a waiter, once served, can unblock
@@ -59,7 +58,7 @@ def find_deadlock(waiter: Waiter, owners: Mapping[str, Owner], blockers_of: Bloc
 
 
 def _will_end(wait: Waiter, stuck: DeadlockSet) -> bool:
-    """Whether a waiter and all its siblings are known to make progress."""
+    """Return whether a waiter and all its siblings are known to make progress."""
     return not any(stuck.get(one, True) for one in _unserved(wait))
 
 
@@ -74,7 +73,7 @@ def _mark_unblocked(waiter: Waiter, stuck: DeadlockSet, behind: dict[Waiter, lis
 
 
 def _reachable(waiter: Waiter, owners: Mapping[str, Owner], stuck: DeadlockSet) -> DeadlockSet:
-    """The deadlocked waiters reachable from one waiter."""
+    """Return the deadlocked waiters reachable from one waiter."""
     deadlock: DeadlockSet = {}
     unseen = _unserved(waiter)
     while unseen:
@@ -87,12 +86,12 @@ def _reachable(waiter: Waiter, owners: Mapping[str, Owner], stuck: DeadlockSet) 
 
 
 def _unserved(waiter: Waiter) -> list[Waiter]:
-    """A waiter and its siblings, without those that have a reserved instance."""
+    """Return a waiter and its siblings, without those that have a reserved instance."""
     return [sibling for sibling in waiter.siblings if not sibling.reserved]
 
 
 def _waits_of_blocker(blocker: Blocker, owners: Mapping[str, Owner]) -> list[Waiter]:
-    """Return the waiters of which one must be served before a blocker releases; empty if it releases anyway."""
+    """Return waiters, one of which must be served before a blocker releases; none if it releases anyway."""
     return [blocker] if isinstance(blocker, Waiter) else waits_of(blocker, owners)
 
 
@@ -103,7 +102,7 @@ def reserved_waiters(deadlock: DeadlockSet) -> Iterator[Waiter]:
 
 
 def waits_of(holding: Hold, owners: Mapping[str, Owner]) -> list[Waiter]:
-    """The waiters that keep a holder from releasing. A hold of scope `call` depends only on waits of its caller."""
+    """Return the waiters that prevent a holder's release. A hold of scope `call` depends only on its caller's waits."""
     waits = owners[holding.owner].waiters.values()
     if holding.scope is Scope.CALL:
         caller = holding.caller
@@ -112,7 +111,7 @@ def waits_of(holding: Hold, owners: Mapping[str, Owner]) -> list[Waiter]:
 
 
 def youngest_holder(deadlock: DeadlockSet, owners: Mapping[str, Owner]) -> str | None:
-    """Return the holder in a deadlock whose first hold is the latest, so that the least work is lost."""
+    """Return the deadlocked holder that began to hold last, so that the least work is lost."""
 
     def age(owner: Owner) -> tuple[float, int]:
         first = next(iter(owner.holdings.values()))
@@ -133,31 +132,33 @@ def deadlock_error(victim: str, deadlock: DeadlockSet, now: float) -> DeadlockBr
         lines.append(f"and {len(deadlock) - shown} waits more")
     cycle = "; ".join(lines)
     if {waiter.owner for waiter in deadlock} == {victim}:
-        cure = "It waits for what only itself could give back: use the instance that it has, or raise the capacity."
+        cure = (
+            "It waits for an instance that only it could release: use the instance that it has, or raise the capacity."
+        )
     else:
         cure = (
-            f"The wait of {victim}, who has held for the shortest time, was ended so that the others can go on. Retry "
-            "it, take the resources in the same order everywhere, or raise a capacity."
+            f"The wait of {victim}, which has held its instances for the shortest time, was ended so that the others "
+            "can continue. Retry it, acquire the resources in the same order everywhere, or raise a capacity."
         )
     return DeadlockBroken(f"Deadlock: {cycle}. {cure}")
 
 
 def _describe_blocker(blocker: Blocker, now: float) -> str:
     if isinstance(blocker, Waiter):
-        wants = "what it wants besides comes free" if blocker.reserved else f"{blocker.pool.spec.label} comes free"
-        return f"nobody, but kept for {blocker.owner} until {wants}"
-    return f"{blocker.owner} (has {blocker.instance.name} since {now - blocker.since:.1f} s)"
+        condition = "its other resources are free" if blocker.reserved else f"{blocker.pool.spec.label} is free"
+        return f"no owner, but is reserved for {blocker.owner} until {condition}"
+    return f"{blocker.owner} (has had {blocker.instance.name} for {now - blocker.since:.1f} s)"
 
 
 class WaitGraph:
-    """Finds out from the scheduler's records what blocks a waiter."""
+    """Finds the blockers of waiters in the scheduler's records."""
 
     def __init__(self, state: SchedulerState, provisioner: Provisioner) -> None:
         self._state = state
         self._provisioner = provisioner
 
     def blockers_of(self, waiter: Waiter) -> list[Blocker]:
-        """The holds and waiters that block a waiter.
+        """Return the holds and waiters that block a waiter.
 
         The list is empty if the waiter will be served without any of them: an instance is starting or resetting, one of
         a full pool is stopping, or a delayed start will be retried. Stuck instances do not count. A pool below its
@@ -181,11 +182,11 @@ class WaitGraph:
         return [*_holdings_of(before), *kept]
 
     def holds_blocking(self, waiter: Waiter) -> list[Hold]:
-        """The holds on the instances that a waiter waits for."""
+        """Return the holds on the instances that a waiter waits for."""
         return _holdings_of(self._instances_before(waiter))
 
     def _instances_before(self, waiter: Waiter) -> list[Instance]:
-        """The instances of a full pool, or its full replicas; otherwise the instances that use the missing budget."""
+        """Return the instances of a full pool, or its full replicas; otherwise those that use the missing budget."""
         pool = waiter.pool
         if waiter.scope is Scope.GLOBAL and pool.replicas_are_full():
             return list(pool.replicas.values())

@@ -1,6 +1,6 @@
 """Decisions of the scheduler, to be carried out in order, and the errors of rejected requests.
 
-Each error says who asked, what was in the way, and what to do.
+Each error says who requested what, why it failed, and what to do.
 """
 
 from __future__ import annotations
@@ -120,25 +120,25 @@ MAX_LISTED = 8
 
 
 def exceeds_budget(request: AcquireRequest, excess: str) -> ConfigError:
-    """The error of a request that exceeds the whole budget."""
+    """Return the error for a request that exceeds the whole budget."""
     each = " each" if len(request.specs) > 1 else ""
     return ConfigError(
-        f"{request.owner} asked for {request.label}, of which one instance{each} takes more than the engine's whole "
-        f"budget: {excess}. Lower it in the spec, or give the engine a larger Budget."
+        f"{request.owner} requested {request.label}, but one instance{each} exceeds the engine's whole budget: "
+        f"{excess}. Lower it in the spec, or give the engine a larger Budget."
     )
 
 
 def engine_closed(owner: str, label: str) -> EngineClosed:
-    """The error of a request to a closed engine."""
+    """Return the error for a request to a closed engine."""
     return EngineClosed(
-        f"{owner} asked for {label}, but the resource engine is closed. Acquire inside its `async with` block."
+        f"{owner} requested {label}, but the resource engine is closed. Acquire inside its `async with` block."
     )
 
 
 def owner_ended(owner: str, label: str) -> ResourceError:
     """Return the error for a waiting request whose owner was released."""
     return ResourceError(
-        f"{owner} was waiting for {label} when everything of {owner} was released, so it gets none. "
+        f"{owner} waited for {label} when all resources of {owner} were released. "
         "Acquire before the rollout ends, or under another owner."
     )
 
@@ -149,8 +149,8 @@ def instance_died(holding: Hold) -> ResourceDied:
     assert death is not None  # only called for dead instances
     error = ResourceDied(
         f"{holding.instance.name}, held by {holding.owner}, is gone with everything in it: {describe_error(death)}. "
-        f"What {holding.owner} did in it is lost, so that it cannot go on. A rollout is failed as infrastructure, is "
-        "not scored, and can be retried."
+        f"The work of {holding.owner} in it is lost, so it cannot continue. A rollout fails as infrastructure, is not "
+        "scored, and can be retried."
     )
     error.__cause__ = death
     return error
@@ -167,14 +167,14 @@ def start_failed_error(instance: Instance, cause: BaseException, now: float) -> 
     complete = isinstance(cause, ResourceStartError) and "did not start" in why.partition(": ")[0]
     again = ""
     if backoff.rounds > 1 and backoff.blocks_waiters:
-        again = f" It was tried {backoff.rounds} times, at growing intervals, in {now - backoff.since:.1f} s."
+        again = f" It was tried {backoff.rounds} times, at growing intervals, within {now - backoff.since:.1f} s."
     error = ResourceStartError((why if complete else f"{what} did not start: {why}") + again)
     error.__cause__ = cause
     return error
 
 
 def acquire_timed_out(partners: Sequence[Waiter], holdings: Sequence[list[Hold]], now: float) -> AcquireTimeout:
-    """The error of a request that timed out, for its waiters that are still unserved."""
+    """Return the error for a request that timed out, for its waiters that are still unserved."""
     first = partners[0]
     wanted = " and ".join(waiter.pool.spec.label for waiter in partners)
     found = " ".join(_shortage(waiter, held, now) for waiter, held in zip(partners, holdings, strict=True))
@@ -189,12 +189,12 @@ def _shortage(waiter: Waiter, holdings: Iterable[Hold], now: float) -> str:
     pool = waiter.pool
     oldest = sorted(holdings, key=lambda holding: holding.since)
     holders = [
-        f"{holding.owner} has {holding.instance.name} since {now - holding.since:.1f} s"
+        f"{holding.owner} has had {holding.instance.name} for {now - holding.since:.1f} s"
         for holding in oldest[:MAX_LISTED]
     ]
-    queue = [f"{one.owner} since {now - one.since:.1f} s" for one in islice(pool.queue, MAX_LISTED)]
+    queue = [f"{one.owner} for {now - one.since:.1f} s" for one in islice(pool.queue, MAX_LISTED)]
     return (
-        f"{pool.spec.label}: of a capacity of {_occupancy(pool, now)}. "
+        f"{pool.spec.label}: capacity {_occupancy(pool, now)}. "
         f"Holders: {_listed(holders, len(oldest))}. "
         f"Queue, first to last, {len(pool.queue)} waiting: {_listed(queue, len(pool.queue))}."
     )
@@ -208,9 +208,9 @@ def _listed(shown: list[str], number: int) -> str:
 def _occupancy(pool: InstancePool, now: float) -> str:
     states = ", ".join(f"{pool.counts[state]} {state.value}" for state in InstanceState if pool.counts[state])
     if (error := pool.backoff.error) is not None:
-        room = f"; its starts fail, for {now - pool.backoff.since:.1f} s now, with {describe_error(error)}"
+        room = f"; its starts have failed for {now - pool.backoff.since:.1f} s with {describe_error(error)}"
     elif len(pool.instances) < pool.spec.capacity:
-        room = "; no more can start within the budget just now"
+        room = "; the budget allows no more starts at present"
     else:
         room = ""
     return f"{pool.spec.capacity}, {states or 'none alive'}{room}"

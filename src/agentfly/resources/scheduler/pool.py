@@ -22,7 +22,7 @@ class InstanceState(StrEnum):
     """The state of an instance. It counts against capacity and budget in every state."""
 
     STARTING = "starting"
-    IDLE = "idle"  # nobody holds it; clean, unless it is a shared one that waits for its next owner
+    IDLE = "idle"  # without owners; clean, unless it is shared and waits for its next owner
     LEASED = "leased"
     RESETTING = "resetting"
     STOPPING = "stopping"
@@ -30,10 +30,10 @@ class InstanceState(StrEnum):
 
 
 BECOMING_READY = frozenset({InstanceState.STARTING, InstanceState.RESETTING})
-"""States after which an instance is there for whoever comes next."""
+"""States that lead to an instance that is ready for the next owner."""
 
 TRANSITIONAL = BECOMING_READY | {InstanceState.STOPPING, InstanceState.STUCK}
-"""States in which something is done with an instance, which nobody has or can get meanwhile."""
+"""States in which an instance has no owner and cannot be granted, because an operation runs on it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,10 +44,10 @@ class AcquireRequest:
         id: number of the request, unique in an engine.
         specs: the requested specs. Several are for scope ``rollout`` only, and no two of them are equal.
         owner: owner of the lease, for instance a rollout's id.
-        callers: the tasks that wait for the answer, for instance a tool call and the task in it that asks. None of them
-            can release anything meanwhile. The end of the first one releases what is held for a call. Two concurrent
-            calls of one owner are different callers.
-        deadline: time at which to give up, on the scheduler's clock; None for never.
+        callers: the tasks that wait for the result, for instance a tool call and the requesting task in it. None of
+            them can release anything while waiting. The end of the first one releases what is held for a call. Two
+            concurrent calls of one owner are different callers.
+        deadline: the time at which the request fails, on the scheduler's clock; None for never.
     """
 
     id: int
@@ -68,7 +68,7 @@ class AcquireRequest:
 
 @dataclass(slots=True, eq=False)
 class Instance:
-    """An instance as the scheduler knows it."""
+    """The scheduler's record of an instance."""
 
     name: str
     pool: InstancePool
@@ -190,7 +190,7 @@ class PriorityQueue:
         self._length += 1
 
     def reinsert(self, waiter: Waiter) -> None:
-        """Put a waiter back in the order of its arrival, because its grant was void."""
+        """Return a waiter to its position in the order of arrival, because its grant was void."""
         self.add(waiter)
         waiters = self._by_priority[waiter.priority]
         later = [one for one in waiters.values() if one.arrival > waiter.arrival]
@@ -247,7 +247,7 @@ class InstancePool:
         self.backoff = StartBackoff()
         self.is_prewarmed = False  # whether instances are started before they are requested
         self.last_demand = 0.0  # time of the last request
-        self.warm = 0  # idle instances to keep ready: the spec's number while there is demand
+        self.warm = 0  # target number of idle instances: the spec's ``warm`` while there is demand
         self.prewarm_check_at = math.inf  # when demand is checked next
 
     def set_state(self, instance: Instance, state: InstanceState, now: float) -> None:
@@ -331,7 +331,7 @@ class InstancePool:
         self.update_replica_room(instance)
 
     def update_replica_room(self, instance: Instance) -> None:
-        """Note whether a shared instance can take another owner."""
+        """Record whether a shared instance can take another owner."""
         spec = self.spec
         full = spec.max_owners is not None and len(instance.holdings) >= spec.max_owners
         if full or self.has_reached_max_uses(instance):
@@ -397,7 +397,7 @@ class InstancePool:
         return len(self.instances) >= self.spec.capacity
 
     def is_empty(self) -> bool:
-        """Whether the pool has no state that must be kept."""
+        """Whether the pool has no state worth keeping."""
         return not (
             self.instances or self.queue or self.holds_by_owner or self.is_prewarmed or self.backoff.blocks_prewarming
         )

@@ -1,4 +1,4 @@
-"""The scheduler: a pure state machine that decides who gets which instance, and what starts, resets and stops.
+"""The scheduler: a pure state machine that grants instances and decides which instances start, reset and stop.
 
 Its public methods are events. Each takes the time ``now`` and returns the decisions to carry out. Without I/O, clock
 and concurrency, tests can drive long random histories through it.
@@ -61,8 +61,8 @@ class Scheduler:
     """Decides for all pools of one engine.
 
     Args:
-        budget: what all instances together may take.
-        max_concurrent_starts: how many instances may be starting at once.
+        budget: the part of the host that all instances together may use.
+        max_concurrent_starts: maximum number of concurrent starts.
         weighed: whether a start counts with its spec's ``start_weight`` instead of 1.
         name: a part of instance names that makes them unique on the machine.
     """

@@ -30,7 +30,7 @@ class TimerQueue:
     """Timers by due time. Each operation takes logarithmic time."""
 
     def __init__(self) -> None:
-        self._heap: list[list[Any]] = []  # [when, order, what]; what is None once cancelled
+        self._heap: list[list[Any]] = []  # [time, order, action]; the action is None once cancelled
         self._order = count()
         self._cancelled = 0
 
@@ -59,7 +59,7 @@ class TimerQueue:
         return self._heap[0][0] if self._heap else None
 
     def due(self, now: float) -> list[Any]:
-        """Remove and return what is due, in order."""
+        """Remove and return the due actions, in order."""
         found = []
         while (when := self.next()) is not None and when <= now:
             token = heapq.heappop(self._heap)
@@ -92,7 +92,7 @@ class SchedulerState:
         return pool
 
     def note_demand(self, pool: InstancePool, now: float) -> None:
-        """Note a request for a pool, which then keeps its warm instances ready."""
+        """Record a request for a pool, which then keeps its warm instances ready."""
         pool.last_demand = now
         if (pool.spec.warm or pool.spec.replicas > 1) and not pool.is_prewarmed:
             pool.is_prewarmed, pool.warm = True, pool.spec.warm

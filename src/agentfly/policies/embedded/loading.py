@@ -160,7 +160,7 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
     The features of the CPU do not count, so a run computes in the same format on every machine. A CPU with native
     bfloat16 samples at most a fifth faster in it and trains no faster. The log-probs of sampling and training then
-    differ (measured in docs/guides/learning.md).
+    differ (measured in docs/guides/updates.md).
 
     Raises:
         ConfigError: the format is unknown.

@@ -138,8 +138,8 @@ def test_a_request_for_two_that_takes_too_long_says_who_has_what_is_lacking_and_
             await engine.acquire_all([box, judge], "late", timeout=4)
         message = str(caught.value)
         assert "holder has had judge" in message
-        assert "since 7.0 s" in message
-        assert "2 waiting: before since 5.0 s, late since 4.0 s" in message
+        assert "for 7.0 s" in message
+        assert "2 waiting: before for 5.0 s, late for 4.0 s" in message
         assert "box" not in message  # there was one for it
         other.cancel()
         assert (await engine.acquire(box, "next", timeout=1)).owner == "next"

@@ -151,7 +151,7 @@ def test_what_cannot_be_gone_on_with_is_refused(agentfly):
     for command in ("rollout", "eval"):
         code, _, err = agentfly(command, "--resume", "nowhere")
         assert code == 2
-        assert "nowhere holds no run to go on with" in err
+        assert "nowhere holds no run to continue" in err
         code, _, err = agentfly(command)
         assert code == 2
         assert "--resume RUN_DIR" in err
@@ -173,5 +173,5 @@ def test_whoever_stops_a_run_is_told_how_to_go_on_and_one_in_which_nothing_finis
     assert not Path("runs/mine").exists()
     with pytest.raises(error):
         stop(finished=True)
-    assert "stopped; to go on: agentfly rollout --resume runs/mine" in capsys.readouterr().err
+    assert "stopped; to continue: agentfly rollout --resume runs/mine" in capsys.readouterr().err
     assert RunDirectory("runs/mine").config_file.is_file()

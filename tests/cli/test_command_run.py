@@ -33,7 +33,7 @@ def test_a_run_that_is_stopped_has_kept_its_configuration_and_says_how_to_go_on(
     with pytest.raises(stopped_by):
         begin()
     assert yaml.safe_load(run.config_file.read_text())["agent"] == CONFIG.agent
-    assert f"to go on: agentfly sft --resume '{run.path}' runs/oracle" in capsys.readouterr().err
+    assert f"to continue: agentfly sft --resume '{run.path}' runs/oracle" in capsys.readouterr().err
 
 
 def test_a_run_whose_configuration_cannot_be_kept_does_not_begin(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_rollouts_that_are_stopped_name_a_command_that_a_shell_takes(
 
     with pytest.raises(KeyboardInterrupt):
         stopped()
-    told = capsys.readouterr().err.partition("to go on: ")[2]
+    told = capsys.readouterr().err.partition("to continue: ")[2]
     assert shlex.split(told) == ["agentfly", command, "--resume", str(run.path)]
 
 

@@ -240,10 +240,14 @@ def test_a_run_that_is_not_there_to_be_gone_on_with(refused, project):
     ("begun_by", "command", "told"),
     [
         ("train", "sft", "agentfly train --resume runs/mine."),
-        ("train", "eval", "agentfly train --resume runs/mine. To begin anew from it: agentfly eval runs/mine."),
+        ("train", "eval", "agentfly train --resume runs/mine. To begin a new run from it: agentfly eval runs/mine."),
         ("sft", "train", "agentfly sft --resume runs/mine."),
         ("eval", "train", "agentfly eval --resume runs/mine."),
-        ("rollout", "eval", "agentfly rollout --resume runs/mine. To begin anew from it: agentfly eval runs/mine."),
+        (
+            "rollout",
+            "eval",
+            "agentfly rollout --resume runs/mine. To begin a new run from it: agentfly eval runs/mine.",
+        ),
     ],
 )
 def test_a_run_that_another_command_has_begun(refused, begun_by, command, told):

@@ -109,7 +109,7 @@ async def test_a_resumed_run_goes_on_in_the_same_run_of_each_tracker(run: RunDir
 @pytest.mark.parametrize(
     ("methods", "said"),
     [
-        (["start"], "could not begin, and is told nothing"),
+        (["start"], "could not start, and receives nothing"),
         (["log"], "has missed metrics"),
         (["finish"], "has not ended in good order"),
         (["log", "finish"], "has missed metrics"),

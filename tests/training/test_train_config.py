@@ -23,7 +23,7 @@ from agentfly.training.config.train_config import TrainConfig
         ({"dtype": "float8"}, "'auto', 'float32' or 'bfloat16'"),
         ({"algorithm": "grop"}, "Did you mean 'grpo'"),
         ({"loss": "ppo_clp"}, "Did you mean 'ppo_clip'"),
-        ({"attempts": 1}, "fewer than 2 teaches nothing"),
+        ({"attempts": 1}, "nothing from a group of fewer than 2"),
         ({"clip_low": 1.5}, "set clip_low=1 for no bound below"),
         ({"aggregation": "constant"}, "aggregation=constant with aggregation_tokens=None"),
         ({"aggregation_tokens": 512}, "no other aggregation"),

@@ -197,7 +197,7 @@ def test_branches_of_a_program_say_where_they_go_on_and_notes_stand_at_the_end()
         a_trajectory(turns=turns, untrainable_reason="sampled with top_k=1", notes=["The program asked for top_k=1."])
     ).plain
     assert [line.split(", ", 1)[1] for line in shown.splitlines() if line.startswith("turn ") and ", " in line] == [
-        "begins sequence 2, goes on from turn 1",
+        "begins sequence 2, continues turn 1",
         "begins sequence 3",
     ]
     assert "not to be trained on: sampled with top_k=1" in shown

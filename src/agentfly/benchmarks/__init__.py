@@ -1,1 +1,1 @@
-"""What `agentfly bench` measures."""
+"""The measurements of `agentfly bench`."""

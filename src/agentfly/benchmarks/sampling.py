@@ -53,13 +53,13 @@ class SamplingWorkload:
 
 
 async def tokens_per_second(policy: Policy, work: SamplingWorkload, *, rollouts: int, label: str) -> float:
-    """Sampled tokens a second of so many rollouts at once.
+    """Return the sampled tokens per second of concurrent rollouts.
 
     Args:
-        policy: entered.
-        work: what a rollout is.
-        rollouts: how many.
-        label: begins the rollouts' names; a policy that keeps what it has computed must not know them yet.
+        policy: a policy that is entered.
+        work: the content of a rollout.
+        rollouts: number of rollouts.
+        label: prefix of the rollouts' ids; it must be new for a policy that caches earlier turns.
     """
     chance = random.Random(f"{work.seed}/{label}")
     words = policy.tokenizer.encode_text(_WORDS)

@@ -34,11 +34,11 @@ def find_resumable_run(path: Path, command: Command) -> RunDirectory:
     """
     run = RunDirectory(path)
     if not run.config_file.is_file():
-        raise ConfigError(f"{path} holds no run to go on with: there is no {run.config_file}.")
+        raise ConfigError(f"{path} holds no run to continue: there is no {run.config_file}.")
     if (begun_by := run.begun_by) not in (None, command):
-        new = f" To begin anew from it: agentfly {command} {path}." if command in ("eval", "rollout") else ""
+        new = f" To begin a new run from it: agentfly {command} {path}." if command in ("eval", "rollout") else ""
         raise ConfigError(
-            f"{path} is a run of agentfly {begun_by}, and agentfly {command} cannot go on with it. Go on with it by "
+            f"{path} is a run of agentfly {begun_by}, and agentfly {command} cannot continue it. Use "
             f"agentfly {begun_by} --resume {path}.{new}"
         )
     return run
@@ -141,12 +141,12 @@ class CommandRun:
         """
         if resume is None:
             if source is None:
-                raise ConfigError("Name a configuration or a run, or say --resume RUN_DIR to go on with one.")
+                raise ConfigError("Name a configuration or a run, or continue one with --resume RUN_DIR.")
             config, step = load_source(source, overrides, checkpoint)
             return cls(config, step, kind, None)
         run = find_resumable_run(resume, kind)
         if checkpoint is not None:
-            raise ConfigError("--checkpoint belongs to a new run; --resume goes on with the model that there is.")
+            raise ConfigError("--checkpoint belongs to a new run; --resume continues with the run's own model.")
         config = load_config(run.config_file, [*([] if source is None else [str(source)]), *overrides])
         steps = [step for step, _ in run.trajectory_files(kind)]
         return cls(config, max(steps, default=0), kind, run)
@@ -182,7 +182,7 @@ class CommandRun:
                     run.remove_unless_begun()
             elif not isinstance(error, UsageError):
                 words = shlex.join(["agentfly", command, "--resume", str(run.path)])
-                typer.echo(f"stopped; to go on: {words}", err=True)
+                typer.echo(f"stopped; to continue: {words}", err=True)
             raise
 
 
@@ -215,5 +215,5 @@ def save_config_on_start(
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, and SIGTERM
         if run is not None:
             words = ["agentfly", command, "--resume", shlex.quote(str(run.path)), *([sources] if sources else [])]
-            typer.echo(f"stopped; to go on: {' '.join(words)}", err=True)
+            typer.echo(f"stopped; to continue: {' '.join(words)}", err=True)
         raise

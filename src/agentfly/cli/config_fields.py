@@ -56,7 +56,7 @@ class ConfigFieldGroup:
 
     def markdown(self) -> str:
         """Return the fields as a Markdown table."""
-        rows = ["| field | default | what it is |", "|---|---|---|"]
+        rows = ["| field | default | meaning |", "|---|---|---|"]
         for field in self.fields:
             default = field.default if field.default in ("needed", "see below") else f"`{field.default}`"
             rows.append(f"| `{field.name}` | {default} | {field.meaning} |")

@@ -285,7 +285,7 @@ def _no_file(path: Path) -> str:
         return f"{path} is a directory. Name the configuration in it: {run.config_file}."
     return (
         f"{path} is a run of agentfly {command}. Go on with it by agentfly {command} --resume {path}, or begin another "
-        f"run with its configuration, {run.config_file}, and a run_dir=… of its own."
+        f"run with its configuration, {run.config_file}, and another run_dir=…."
     )
 
 

@@ -1,4 +1,4 @@
-"""``agentfly init``: a small project from the template, which trains as it stands."""
+"""``agentfly init``: a small project from the template, which trains unchanged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def init(
 
 
 def new_project(directory: Path) -> list[Path]:
-    """Write a small project that trains as it stands: task, tool, reward, configuration, tests and a README.
+    """Write a small project that trains unchanged: task, tool, reward, configuration, tests and a README.
 
     Args:
         directory: where to write it; created if missing. The project is named after it.

@@ -139,7 +139,7 @@ def run_program(program: typer.Typer) -> None:
 
 
 def run_function(command: Callable[..., None]) -> None:
-    """Run a function as a command-line program of its own; see `run_program`."""
+    """Run a function as a command-line program; see `run_program`."""
     program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     program.command()(command)
     run_program(program)

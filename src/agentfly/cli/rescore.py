@@ -55,7 +55,7 @@ def rescore(
         targets.append(target)
         changes[path.stem] = ScoreChange.between(old, new)
     console = Console()
-    console.print(_table(changes, f"scored anew by {reward}"))
+    console.print(_table(changes, f"scored by {reward}"))
     for target in targets:
         console.print(f"trajectories: {target}", soft_wrap=True, highlight=False)
 

@@ -52,8 +52,8 @@ def sft(
         )
     if source is None or not data:
         raise ConfigError(
-            "Say what is to learn and from what: agentfly sft CONFIG.yaml RUN_DIR, where RUN_DIR holds trajectories, "
-            "for instance of agentfly rollout CONFIG.yaml policy=oracle. To go on: agentfly sft --resume RUN RUN_DIR."
+            "Give a configuration and trajectories: agentfly sft CONFIG.yaml RUN_DIR. RUN_DIR holds trajectories, for "
+            "instance of agentfly rollout CONFIG.yaml policy=oracle. To continue: agentfly sft --resume RUN RUN_DIR."
         )
     warn_unused_overrides(overrides, "sft")
     config = load_config(source, overrides)

@@ -173,7 +173,7 @@ class Context:
 
     @property
     def waits(self) -> WaitTimer:
-        """The waits for resources: those of one call in the context of a call, else those of the whole rollout."""
+        """The waits for resources: of this call in the context of a call, else of the whole rollout."""
         return self._waits
 
     @property

@@ -1,1 +1,1 @@
-"""What users test their own resources, tools and runs with."""
+"""Helpers for tests of users' own resources, tools and runs."""

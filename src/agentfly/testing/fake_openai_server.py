@@ -239,10 +239,10 @@ async def not_http(request: ReceivedRequest, writer: asyncio.StreamWriter) -> No
 
 
 async def echoes_credentials(request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
-    """Say what was sent in the headers in an error, in the body and in a header of its own."""
-    told = json.dumps({"error": {"message": f"who is {request.headers}?"}}).encode()
+    """Answer with an error that repeats the request's headers, in the body and in a header."""
+    body = json.dumps({"error": {"message": f"who is {request.headers}?"}}).encode()
     seen = {"X-Seen": request.headers.get("authorization", ""), "X-Also": request.headers.get("x-org", "")}
-    writer.write(head(401, len(told), seen) + told)
+    writer.write(head(401, len(body), seen) + body)
     await writer.drain()
 
 

@@ -26,17 +26,16 @@ async def no_faults(operation: str, instance: str) -> None:
 
 
 class FakeBackend:
-    """Where fake instances exist.
+    """The backend in which fake instances exist.
 
-    An instance comes into being before its ``start`` has succeeded, and ends only when a ``release`` succeeds, as it is
-    with real ones.
+    As with real backends, an instance exists before its ``start`` has succeeded, and until a ``release`` succeeds.
 
     Attributes:
-        hook: what operations do; may be exchanged at any time.
+        hook: implements the operations; may be replaced at any time.
         alive: the instances that exist.
-        dead: those of them that have died, but have still to be released.
-        frozen: those of them that are frozen.
-        history: every operation that was begun, with its instance, in order.
+        dead: existing instances that have died and are not released yet.
+        frozen: existing instances that are frozen.
+        history: every started operation with its instance, in order.
     """
 
     def __init__(self, behave: FaultHook = no_faults) -> None:
@@ -51,13 +50,13 @@ class FakeBackend:
         self.dead.add(instance)
 
     def count(self, operation: str) -> int:
-        """How often an operation was begun."""
+        """Return how often an operation was started."""
         return sum(begun == operation for begun, _ in self.history)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FakeSpec(ResourceSpec["FakeResource"]):
-    """A fake resource in a world; ``name`` tells specs of one world apart. An ``image`` has to be prepared first."""
+    """A fake resource; ``name`` distinguishes specs of one backend. An ``image`` must be prepared first."""
 
     kind = ResourceKind("fake", "agentfly.testing.fake_resource:FakeResource")
 

@@ -1,4 +1,4 @@
-"""The conformance suite of resources: does a kind keep the contract that the engine relies on?
+"""The conformance suite of resources: checks the contract that the engine relies on.
 
 ::
 
@@ -9,8 +9,8 @@
             is_clean=lambda resource: resource.read() == "",
         )
 
-It starts and removes real instances of the spec, some thirty times. What a kind offers beyond the least, freezing,
-preparation, removal by traces, is found out and checked too.
+It starts and removes about thirty real instances of the spec. Optional features of a kind are detected and checked,
+too: freezing, preparation, removal by traces.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ async def check_resource(
 
     Args:
         spec: the spec of the instances to start.
-        dirty: leaves something in an instance, as an owner would; sync or async.
-        is_clean: whether nothing of that is to be seen in an instance; sync or async.
-        use: something that an owner calls and that would take a minute or more, such as a command that sleeps.
+        dirty: leaves something in an instance, as an owner would; a sync or async function.
+        is_clean: returns whether an instance shows nothing of that; a sync or async function.
+        use: a call of an owner that takes a minute or more, such as a command that sleeps.
 
     Raises:
-        AssertionError: a clause is broken; the message is the clause and what was found.
+        AssertionError: a clause is violated; the message gives the clause and the observation.
     """
     suite = _ConformanceSuite(spec, dirty, is_clean, use)
     suite.spec_is_a_key_and_travels()
@@ -247,11 +247,11 @@ class _ConformanceSuite(Generic[R]):
                 await self._within(resource.freeze(), self.spec.reset_timeout_s, "freeze() succeeds")
             await orphans.run_reap(reap, traces)
             await self._expect(resource, Status.BROKEN, "when reap() had removed it by its traces")
-        for told, left in (("after it is gone", traces), ("with the traces from before a start()", before)):
+        for when, left in (("after it is gone", traces), ("with the traces from before a start()", before)):
             try:
                 await orphans.run_reap(reap, left)
             except Exception as error:
-                raise AssertionError(f"reap() does nothing {told}, but it raised {error!r}.") from error
+                raise AssertionError(f"reap() must do nothing {when}, but it raised {error!r}.") from error
 
     async def is_replaced_by_the_engine_once_it_is_gone(self) -> None:
         with tempfile.TemporaryDirectory() as directory:
@@ -261,9 +261,7 @@ class _ConformanceSuite(Generic[R]):
                     engine.prefetch([self.spec])
                 await self._dirty(first.resource)
                 await first.resource.release()
-                _require(
-                    await engine.check(first) is Status.BROKEN, "status() tells the engine that an instance is gone"
-                )
+                _require(await engine.check(first) is Status.BROKEN, "status() reports an instance that is gone")
                 await engine.release(first)
                 second = await engine.acquire(self.spec, "second owner", scope=Scope.CALL)
                 _require(second.instance != first.instance, "An instance that is gone is not given out again")

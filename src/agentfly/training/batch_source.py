@@ -272,5 +272,5 @@ def write_trajectories_atomically(trajectories: Sequence[Trajectory], path: Path
     except OSError as error:
         raise PrerequisiteError(
             f"The rollouts of a step cannot be written to {path}: {error.strerror}. They are kept in the run's "
-            "journal. Free some space, and go on with --resume (in Python: resume=True)."
+            "journal. Free some space, and continue with --resume (in Python: resume=True)."
         ) from error

@@ -153,12 +153,12 @@ class Checkpoints:
             fsync_tree(unfinished)
         except Exception as error:
             shutil.rmtree(unfinished, ignore_errors=True)
-            if "No space left on device" not in str(error):  # safetensors has an error type of its own for it
+            if "No space left on device" not in str(error):  # safetensors has its own error type for it
                 raise
             raise PrerequisiteError(
                 f"The checkpoint of step {step} could not be written to {self._directory}: no space is left on the "
-                "disk. The last whole checkpoint stands. Free some space, or lower keep_checkpoints, and go on with "
-                "--resume (in Python: resume=True)."
+                "disk. The last complete checkpoint is kept. Free some space, or lower keep_checkpoints, and continue "
+                "with --resume (in Python: resume=True)."
             ) from error
         for number, path in self.saved():
             if number >= step:

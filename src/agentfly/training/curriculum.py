@@ -16,7 +16,7 @@ from agentfly.rollouts.metrics import is_success
 
 
 class TaskOrder:
-    """An endless sequence of tasks. Each epoch contains every task once, in a shuffled order of its own.
+    """An endless sequence of tasks. Each epoch contains every task once, in its own shuffled order.
 
     The cursor is an index into the sequence. The tasks, the seed and the cursor determine the rest of the sequence, so
     that a resumed run neither skips nor repeats a task.

@@ -60,20 +60,20 @@ def export(
 ) -> ExportResult:
     """Write the model of a run or checkpoint as a Hugging Face directory: weights, tokenizer and chat template.
 
-    Adapters are merged into the weights, unless they are wanted alone. What was written is loaded again and compared
-    with the checkpoint on a probe; the directory appears only once it agrees.
+    Adapters are merged into the weights, unless ``adapter`` is set. The written model is loaded again and compared with
+    the checkpoint on a probe. The directory appears only once both agree.
 
     Args:
-        source: the directory of a run, whose last checkpoint is taken, or of a checkpoint or model; or a model's name.
-        to: where the model goes; it must not be there yet, or be empty.
-        step: of a run: which checkpoint.
-        adapter: write the adapter alone, in peft's format.
+        source: the directory of a run (then its last checkpoint), of a checkpoint or of a model, or a model's name.
+        to: the new directory; an existing one must be empty.
+        step: the checkpoint of a run.
+        adapter: write only the adapter, in peft's format.
         dtype: number format of the weights; ``auto`` keeps that of the checkpoint.
 
     Raises:
         ConfigError: there is no such run or checkpoint, the directory is not empty, or there is no adapter.
         PrerequisiteError: the model cannot be loaded, or the directory cannot be written.
-        ExportMismatch: what was written does not say what the checkpoint says.
+        ExportMismatch: the written model differs from the checkpoint.
     """
     checkpoint, target = _checkpoint(Path(source), step), Path(to).resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

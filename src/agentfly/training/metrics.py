@@ -58,7 +58,7 @@ def _has_zero_variance(rewards: Mapping[str, float]) -> bool:
 
 
 def _singleton_fraction(rows: Sequence[Row]) -> float:
-    """Return the fraction of the agent's turns whose state no other turn of their group has."""
+    """Return the fraction of the agent's turns with a state that no other turn of their group has."""
     taken = Counter(
         (row.group_id, turn.anchor) for row in rows if not row.agent for turn in row.turns if turn.kind == "act"
     )

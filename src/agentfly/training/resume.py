@@ -39,7 +39,7 @@ FREE_TO_CHANGE = frozenset(
 
 
 def how_to_go_further(setting: str, ends_by: str, run: RunDirectory) -> str:
-    """Return a sentence that tells how to extend a finished run.
+    """Return a sentence on how to extend a finished run.
 
     Args:
         setting: the setting for the length of a run.

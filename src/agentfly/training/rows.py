@@ -77,12 +77,12 @@ class RowTurn:
 
 @dataclass(frozen=True, repr=False)
 class Row(Brief):
-    """One token sequence of a trajectory that is trained on, with the reward it led to.
+    """One token sequence of a trajectory that is trained on, with the trajectory's reward.
 
     A conversation under the strategy ``chain`` gives one row, and one more for each break: where memory has folded the
     past, or the chat format has rewritten it. Under ``step`` each turn gives one. Conversations of subagents give their
-    own. Statistics of a group are taken over its trajectories, told apart by ``rollout_id``, so that a trajectory of
-    several rows counts once.
+    own rows. Statistics of a group are computed over its trajectories (by ``rollout_id``), so a trajectory with several
+    rows counts once.
 
     Attributes:
         ids: token ids, length T.
@@ -96,7 +96,7 @@ class Row(Brief):
         raw_logprobs: the log-probs at temperature 1 and without cuts, NaN where they are unknown; length T.
         turns: the turns whose sampled tokens the row holds, in order: one under ``step``, all of a conversation (or
             of a part of one) under ``chain``.
-        agent: path of the subagent that spoke; empty for the agent itself.
+        agent: path of the subagent; empty for the main agent.
         images: the images whose placeholders are among the ids.
     """
 

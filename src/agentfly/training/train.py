@@ -103,7 +103,7 @@ async def train_async(
     """
     effective_config = _merge_settings(config, settings)
     if resume and run_dir is None:
-        raise ConfigError("resume=True needs run_dir, the directory of the run to go on with.")
+        raise ConfigError("resume=True needs run_dir, the directory of the run to continue.")
     if run_dir is not None and not isinstance(run_dir, Path | str):
         raise ConfigError(f"run_dir={run_dir!r:.100}: it must be the path of a directory.")
     require_events(events)

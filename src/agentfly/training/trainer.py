@@ -204,7 +204,7 @@ class Trainer:
             AgentFlyError: something is missing or invalid before the first rollout starts.
         """
         if self._ran:
-            raise UsageError("This Trainer has run. To go on with its run, make another one with resume=True.")
+            raise UsageError("This Trainer has run. To continue its run, create another one with resume=True.")
         self._ran = True
         started = time.perf_counter()
         config, events = self._config, self._events

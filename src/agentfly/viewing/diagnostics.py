@@ -1,4 +1,4 @@
-"""TrainingDiagnostics: whether the steps of a run could teach anything, and what prevented it."""
+"""TrainingDiagnostics: whether the model could learn from the steps of a run, and what prevented it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EQUAL_SCORES = "all attempts at each task scored the same"
 
 @dataclass
 class TrainingDiagnostics:
-    """What the metrics of training steps say about whether anything could be learned.
+    """Diagnoses from the metrics of training steps whether the model could learn.
 
     Attributes:
         steps: number of steps.
@@ -59,7 +59,7 @@ class TrainingDiagnostics:
                 self.failed_calls[name.removeprefix(_TOOL_ERRORS)] += round(count)
 
     def messages(self) -> list[str]:
-        """Return the findings as sentences. Empty if every step taught something and most tool calls succeeded."""
+        """Return the findings as sentences. Empty if every step had a learning signal and most tool calls succeeded."""
         found = [self._unscored()] if self.unscored else []
         for reason, count in self.steps_without_learning.items():
             where = "" if self.steps == 1 else f" in {count} of {self.steps} steps"
@@ -99,7 +99,7 @@ def _no_learning_reason(metrics: dict[str, float]) -> str:
     shares = ("groups/zero_variance_fraction", "groups/singleton_fraction", "groups/empty_fraction")
     equal = sum(metrics.get(name, 0.0) for name in shares) > 1 - 1e-9
     if metrics.get("policy/updates", 1.0) > 0.0:
-        # A loss above 0 means that equal rewards taught something: not all algorithms compare attempts at a task.
+        # With a loss above 0, equal rewards had a learning signal: not all algorithms compare attempts at a task.
         return _EQUAL_SCORES if equal and metrics.get("policy/loss", 0.0) == 0.0 else ""
     if metrics.get("policy/updates_skipped", 0.0) > 0.0:
         return "the gradient was not finite"

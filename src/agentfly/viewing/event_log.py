@@ -44,7 +44,7 @@ def record_events(run: RunDirectory, events: EventStream) -> Iterator[None]:
 
 
 class BackgroundSubscriber:
-    """Passes events to slow subscribers, in order, on a thread of its own. Leaving it waits for the last event."""
+    """Passes events to slow subscribers, in order, on its own thread. Leaving the block waits for the last event."""
 
     def __init__(self, subscribers: Sequence[Subscriber]) -> None:
         self._subscribers = subscribers
@@ -93,7 +93,7 @@ class MetricsWriter:
             except OSError as error:
                 raise PrerequisiteError(
                     f"The metrics of step {event.step} cannot be written to {self._path}: {error.strerror}. Free some "
-                    "space, and go on with --resume (in Python: resume=True)."
+                    "space, and continue with --resume (in Python: resume=True)."
                 ) from error
 
 

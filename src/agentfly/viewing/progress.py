@@ -73,7 +73,7 @@ class ConsoleProgress:
                 self._console.print(Text(line), soft_wrap=True)
 
     def _locked(self, draw: Callable[[], RenderableType]) -> Callable[[], RenderableType]:
-        """Return ``draw`` under the lock: rich draws on a thread of its own while events arrive."""
+        """Return ``draw`` under the lock: rich draws on its own thread while events arrive."""
 
         def drawn() -> RenderableType:
             with self._lock:

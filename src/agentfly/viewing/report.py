@@ -30,7 +30,7 @@ class RunSummary:
         reward_start, reward_end: mean over the first and the last of ``rewards``; None before the first step.
         success_before, success_after: share of the rollouts of held-out tasks that solve them, at the first and at the
             last evaluation, with their intervals where the trajectories are still there.
-        lessons: why steps taught nothing, in sentences.
+        lessons: why nothing was learned from steps, in sentences.
     """
 
     steps: int

@@ -34,7 +34,7 @@ _WINDOW_S = 20.0
 
 @dataclass
 class RunState:
-    """What a run is doing, updated by its events.
+    """The state of a run, updated by its events.
 
     Attributes:
         steps: number of the last training step; 0 where the run does not train.

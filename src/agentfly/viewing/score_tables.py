@@ -72,7 +72,7 @@ def _cells(estimate: Estimate | None) -> tuple[str, str, str]:
 
 def _interval(estimate: Estimate) -> str:
     if estimate.low is None or estimate.high is None:
-        return "one task tells none" if estimate.tasks == 1 else "all tasks alike"
+        return "no interval from one task" if estimate.tasks == 1 else "all tasks alike"
     return f"{estimate.low:.4g} … {estimate.high:.4g}"
 
 

@@ -93,7 +93,7 @@ def _branch_note(turns: Sequence[Turn], turn: Turn, before: Turn | None) -> str:
         return ""
     if any(turns[number].conversation != turn.conversation for number in turn.parent_turns):
         return ""  # subagents that have answered it
-    return f", goes on from turn {' and '.join(str(number + 1) for number in turn.parent_turns)}"
+    return f", continues turn {' and '.join(str(number + 1) for number in turn.parent_turns)}"
 
 
 def _append_turn(text: Text, turn: Turn, max_lines: int, *, indent: int, note: str = "") -> None:

@@ -23,7 +23,7 @@ _SHELL = ("/bin/bash", "--norc", "--noprofile")
 
 
 class BareShell:
-    """A bash on two pipes: no limit, no time-out, no output of its own, and nothing that could go wrong.
+    """A bash on two pipes, without limits, time-outs and error handling, to compare with.
 
     Args:
         command: starts it, for instance inside a container; by default on the host.
@@ -56,7 +56,7 @@ class BareShell:
         return (time.perf_counter() - before) * 1e3
 
     async def time_in_event_loop(self, command: str) -> float:
-        """The same in a program that goes on meanwhile: the reply is waited for by its event loop."""
+        """The same, but an event loop waits for the reply, so that the program can do other work."""
         assert self._bash.stdin is not None
         assert self._bash.stdout is not None
         loop, line = asyncio.get_running_loop(), f"{command}; echo $?\n".encode()

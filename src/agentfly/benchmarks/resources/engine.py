@@ -48,7 +48,7 @@ class PoolWorkload:
     seed: int = 0
 
     def waits(self) -> list[float]:
-        """How long each rollout waits before it needs an instance."""
+        """The seconds after which each rollout needs an instance."""
         generator = random.Random(self.seed)
         return [generator.uniform(0, self.longest_wait) for _ in range(self.rollouts)]
 

@@ -1,4 +1,4 @@
-"""What it takes to start a simulator in a process of its own: forked from a warmed parent, and from a cold start."""
+"""The time to start a simulator in its own process: forked from a warmed parent, and in a new interpreter."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _MODULE = "agentfly_measured_simulator"
 
 
 def measure_environments(rounds: int = 20) -> dict[str, Any]:
-    """Start, call and release a simulator whose module imports what a small one does, in turns by fork and by spawn.
+    """Start, call and release a simulator with the imports of a small one, alternately by fork and by spawn.
 
     Args:
-        rounds: how many of each kind.
+        rounds: number of simulators of each kind.
 
     Returns:
-        Medians in milliseconds: ``fork_start_ms`` and ``spawn_start_ms``, until the simulator is made;
-        ``call_ms``, a call of it and its answer; ``release_ms``. ``first_fork_start_ms`` is the one that warms the
-        parent. ``start_ratio`` is a spawned start over a forked one.
+        Medians in milliseconds: ``fork_start_ms`` and ``spawn_start_ms``, until the simulator is created;
+        ``call_ms``, one call; ``release_ms``. ``first_fork_start_ms`` includes the warming of the parent.
+        ``start_ratio`` is a spawned start divided by a forked one.
     """
     with tempfile.TemporaryDirectory() as directory:
         module = Path(directory, f"{_MODULE}.py")

@@ -76,23 +76,23 @@ def measure_backend(
     rounds: int = 30,
     commands: int = 200,
 ) -> dict[str, Any]:
-    """Start, use, reset and release containers, each beside the bare program doing the same, in turns.
+    """Start, use, reset and release containers, alternately with the bare program that does the same.
 
     Args:
-        spec: what to start; its ``backend`` says on what.
-        bare_start: the bare program of that backend.
-        bare_shell: a bash on a pipe that its sessions are compared with; by default one on the host.
-        rounds: how many containers.
-        commands: how many commands in a session.
+        spec: the container and its ``backend``.
+        bare_start: starts the bare program of that backend.
+        bare_shell: a bash on a pipe, to compare the sessions with; by default one on the host.
+        rounds: number of containers.
+        commands: number of commands in a session.
 
     Returns:
         Medians in milliseconds, and ratios of them to the bare ones. ``cold_start`` is from the launch to the first
-        reply of the shell, ``reset`` of a container that has been used for a moment since the one before,
-        ``warm_acquire`` what the engine takes to hand over one that stands ready. ``session_run`` is the command
+        reply of the shell, ``reset`` is that of a container after a short use, ``warm_acquire`` the time for the engine
+        to lease a ready one. ``session_run`` is the command
         ``true``, which bash has built in, a call of ``Container.run`` from begin to end; ``session_program`` is
         ``/bin/true``, a program, as most commands are. There are two bare ones of each: a line ``true; echo $?`` to a
         bash on a pipe and its reply, read by a program that does nothing else meanwhile (``bare_session_run``), and by
-        an event loop (``looped_session_run``). ``process_run`` is ``true`` in a process of its own, beside a bash that
+        an event loop (``looped_session_run``). ``process_run`` is ``true`` in a new process, compared with a bash that
         is started for it without a sandbox.
 
     Raises:
@@ -102,13 +102,13 @@ def measure_backend(
 
 
 def measure_many(spec: ContainerSpec, count: int = 64) -> dict[str, Any]:
-    """Have many containers alive at once, eight starting at a time, as an engine would have it.
+    """Keep many containers alive at once, and start eight at a time, as an engine does.
 
     Returns:
         ``count``; ``start_s``, seconds until all were up; ``release_s``, until all were gone; ``idle_mib``, the memory
         of the processes inside an idle container (its proportional set size), as a median; ``machine_mib``, by how
         much the machine's available memory fell for each container, the kernel's part and that of the backend's own
-        processes included. The latter is right only where nothing else goes on.
+        processes included. It is correct only on a quiet machine.
 
     Raises:
         PrerequisiteError: such containers cannot be started on this machine.
@@ -198,7 +198,7 @@ async def _wait_until_idle(engine: ResourceEngine) -> None:
 async def _run_commands(
     box: Container, shell: BareShell, commands: int, timed: Timed, times: dict[str, list[float]]
 ) -> None:
-    """What is compared takes turns, so that whatever else the machine does at the time is shared."""
+    """Alternate between the two sides, so that other load of the machine affects both."""
     for name, command in (("session_run", "true"), ("session_program", "/bin/true")):
         for _ in range(commands):
             times.setdefault(f"bare_{name}", []).append(shell.time_blocking(command))

@@ -1,1 +1,1 @@
-"""How close rollouts come to the best possible time, on work whose length is known exactly."""
+"""Efficiency of rollouts: measured time compared with the optimum, on workloads of known latencies."""

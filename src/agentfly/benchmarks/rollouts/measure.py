@@ -46,16 +46,16 @@ MAX_KB_PER_ROLLOUT = 200
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one workload took.
+    """The measurements of one workload.
 
     Attributes:
         best_seconds: the best possible wall time; see `Workload.best_seconds`.
-        bare_seconds: what the same sleeps took in bare asyncio, without a pool: what machine and event loop lose.
+        bare_seconds: time of the same sleeps in bare asyncio, without a pool: the loss by machine and event loop.
         efficiency: best possible time / measured time.
-        cpu_ms_per_turn: processor time of this process a turn, without the tokenizer's.
-        tokenizer_ms_per_turn: the tokenizer's.
+        cpu_ms_per_turn: processor time of this process per turn, without the tokenizer's.
+        tokenizer_ms_per_turn: processor time of the tokenizer per turn.
         model_calls, needed_model_calls: generations made, and generations that the workload needs.
-        events: how many events were recorded.
+        events: number of recorded events.
         failed: rollouts that did not end as planned.
     """
 
@@ -117,20 +117,20 @@ async def measure(workload: Workload) -> Measurement:
 
 
 async def memory_kb_per_rollout(rollouts: int = 1024) -> float:
-    """Memory of Python objects that one of many running rollouts holds beside its tokens, in kB.
+    """Return the memory of Python objects per running rollout, without its tokens, in kB.
 
-    Each has made four tool calls and waits for its fifth generation. What has to be there once is left out by measuring
-    another, far smaller number of rollouts and taking the difference.
+    Each rollout has made four tool calls and waits for its fifth generation. A second measurement with far fewer
+    rollouts is subtracted, to exclude memory that does not depend on their number.
     """
     few = rollouts // 16
     return (await _held_bytes(rollouts) - await _held_bytes(few)) / (rollouts - few) / 1000
 
 
 async def measure_async_and_sync(workload: Workload, repeats: int) -> dict[str, Any]:
-    """Measure a workload whose tools are async functions, and beside it the same with sync functions, in turns.
+    """Measure a workload with async tools and the same with sync tools, alternately.
 
-    Each measurement is the median by its efficiency. ``sync_points`` is by how many percentage points of efficiency
-    the sync functions are slower. A workload that mixes both is measured by itself.
+    Each result is the median by efficiency. ``sync_points`` is the difference of the efficiencies in percentage points.
+    A workload that mixes both kinds is measured once.
     """
     as_it_is: list[Measurement] = []
     with_sync: list[Measurement] = []
@@ -150,14 +150,14 @@ def _median(measurements: Sequence[Measurement]) -> Measurement:
 
 
 def run_rollouts_bench(names: Sequence[str] | None = None, repeats: int = 1) -> dict[str, Any]:
-    """Measure the workloads of these names, or all of them, and the memory; the result is JSON-able.
+    """Measure workloads by name, or all, and the memory. The result is a JSON value.
 
     Args:
         names: the workloads.
-        repeats: how often each is measured; the median is told.
+        repeats: number of measurements of each; the median is reported.
 
     Raises:
-        ConfigError: there is no workload of a name, or nothing is to be measured.
+        ConfigError: a workload is unknown, or there is nothing to measure.
     """
     if repeats < 1:
         raise ConfigError(f"repeats={repeats}: a workload is measured at least once.")
@@ -182,7 +182,7 @@ def run_rollouts_bench(names: Sequence[str] | None = None, repeats: int = 1) -> 
 async def open_runner(
     workload: Workload, plans: Sequence[RolloutPlan], model: TimedPolicy, events: EventStream
 ) -> AsyncIterator[Runner]:
-    """A runner whose model, tools, reward and sandboxes take the time that the plans give them."""
+    """Return a runner whose model, tools, reward and sandboxes have the latencies of the plans."""
     spec = _sandboxes(workload.pool) if workload.pool else None
 
     @tool
@@ -254,7 +254,7 @@ async def _bare_seconds(plans: Sequence[RolloutPlan]) -> float:
 
 
 async def _held_bytes(rollouts: int) -> float:
-    """What so many rollouts hold in the middle of their work, without their tokens."""
+    """Return the memory of ``count`` rollouts in the middle of their work, without their tokens."""
     turns = 5
     at_once = Uniform(0, 0)
     workload = Workload("memory", rollouts, (turns, turns), at_once, at_once, at_once, target=1.0)

@@ -20,10 +20,10 @@ TOOLS = {False: "work", True: "toil"}
 
 
 class MeteredTokenizer(ByteTokenizer):
-    """The tokenizer of scripted policies, of which can be told how much processor time it took.
+    """The tokenizer of scripted policies, with a measurement of its processor time.
 
-    What it is asked for is noted, and done once more when the time is asked for: a clock read at each call would take
-    longer than many a call. Noted are texts where that is possible, because they give the garbage collector no work.
+    Its calls are recorded and repeated when the time is read, because reading a clock at each call would take longer
+    than many calls. Where possible, texts are recorded, because they cost the garbage collector nothing.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class MeteredTokenizer(ByteTokenizer):
 
 @dataclass(slots=True)
 class _RecordedCalls:
-    """What a tokenizer was asked for."""
+    """The calls of a tokenizer."""
 
     encoded: list[str] = field(default_factory=list)
     decoded: list[str] = field(default_factory=list)
@@ -82,15 +82,15 @@ class _RecordedCalls:
 
 
 class TimedPolicy:
-    """A policy whose generations are planned.
+    """A policy whose generations have planned texts and durations.
 
     Args:
-        plans: the rollouts; one's number is the last part of its group's name.
+        plans: the rollouts; the last part of a group's name is the index of its plan.
 
     Attributes:
-        calls: how many generations were made.
+        calls: number of generations.
         held_turn: number of the turn whose generations wait for ``hold`` to be set; None if none does.
-        hold: lets them go on.
+        hold: lets these generations continue.
     """
 
     context_length = 1_000_000

@@ -56,7 +56,7 @@ class RolloutPlan:
     Attributes:
         generations: seconds of each generation; every one but the last is answered by a tool call.
         tools: seconds of each tool call.
-        sync: whether each of them is a sync function, which has to be run on a thread.
+        sync: whether each of them is a sync function, which runs on a thread.
         reward: seconds of the reward.
     """
 
@@ -67,7 +67,7 @@ class RolloutPlan:
 
     @property
     def seconds(self) -> float:
-        """How long the rollout takes if nothing is added to it."""
+        """The optimal duration of the rollout."""
         return sum(self.generations) + sum(self.tools) + self.reward
 
 
@@ -124,10 +124,10 @@ class Workload:
         )
 
     def best_seconds(self, plans: Sequence[RolloutPlan]) -> float:
-        """The shortest time for the whole batch.
+        """The optimal time for the whole batch.
 
-        Without a pool that of the longest rollout, exactly. With a pool the end of the schedule in which everybody is
-        served in the order of asking, the moment that it is possible, and nothing is added to anything.
+        Without a pool, it is the duration of the longest rollout. With a pool, it is the end of the schedule that
+        serves requests in order, as early as possible and without any overhead.
         """
         if self.pool is None:
             return max(plan.seconds for plan in plans)

@@ -31,7 +31,7 @@ def check(item: str) -> af.ToolResult:
         item: what is on the shelf.
     """
     if item not in SHELVES:
-        raise af.ToolError(f"There is no shelf of {item!r}.")  # the model is told, and may try again
+        raise af.ToolError(f"There is no shelf of {item!r}.")  # the model sees the error and may try again
     return af.ToolResult(SHELVES[item], done=True)  # one look ends the rollout
 
 
@@ -75,6 +75,6 @@ def eval_tasks() -> list[af.Task]:
 
 
 def oracle(conversation: str, turn: int) -> str:
-    """What a perfect agent writes, given the conversation so far; `agentfly check` plays it."""
+    """Return the next turn of a perfect agent, given the conversation; `agentfly check` runs it."""
     item = re.findall(r"What about the (\w+)\?", conversation)[-1]
     return agent("tiny").format.write("check", {"item": item})

@@ -38,7 +38,7 @@ def test_the_tool_tells_of_a_shelf_that_is_not_there() -> None:
     [
         ([call("rice")], 1.0),
         ([call("tea")], 0.0),
-        ([call("gold"), call("rice")], 1.0),  # told that there is no such shelf, it tries another
+        ([call("gold"), call("rice")], 1.0),  # it sees that there is no such shelf and tries another
         (["I would rather not look."], 0.0),
     ],
 )

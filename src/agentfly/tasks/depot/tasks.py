@@ -14,7 +14,7 @@ ITEMS = ("tea", "rice", "milk", "soap")
 """What is to be brought, one of them in an errand."""
 
 HELD_OUT_EVERY = 8
-"""Of so many errands, counted over items, places, goals and starts alike, one is never trained on."""
+"""One errand of this many, counted over items, places, goals and starts, is held out."""
 
 
 def train_tasks() -> list[Task]:

@@ -68,6 +68,6 @@ def oracle(tool_call_format: ToolCallFormat) -> Script:
 
 ABOUT = f"""\
 A shop's stockroom, in a sandbox: the agent is asked about a shelf, checks how full it is, and orders for it.
-How many the shop wants at which level is told to nobody; the agent finds out from rewards:
+The prompt does not say how many crates the shop wants at each level; the agent learns it from rewards:
 {RIGHT_SHELF:g} for checking the shelf asked for, {RIGHT_ORDER:g} more for the right order; {NO_ORDER:g} for none."""
 """The task in three lines."""

@@ -17,7 +17,7 @@ from agentfly.training.rows import Row, RowTurn, predecessors_within, successors
 
 
 def anchor_groups(turns: Sequence[RowTurn], config: AdvantageConfig) -> list[list[int]]:
-    """Return the indices of turns, grouped by state. A turn with an unknown state is a group of its own.
+    """Return the indices of turns, grouped by state. A turn with an unknown state forms its own group.
 
     ``anchor_match`` compares states by their anchors (``exact``) or by their texts (``similar``).
     """

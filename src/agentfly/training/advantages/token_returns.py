@@ -5,7 +5,7 @@ along rows: within a turn from token to token, and from a turn's last token to t
 Prompts, observations and image placeholders in between are not steps.
 
 Several turns can follow one turn, in branches or parallel subagents. The value after that turn is then the mean over
-the branches, as if each branch were a trajectory of its own. Each branch ends with the trajectory's reward. After
+the branches, as if each branch were a separate trajectory. Each branch ends with the trajectory's reward. After
 parallel subagents, one turn follows several, and each of them continues in it.
 """
 

@@ -216,7 +216,7 @@ class BaseConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _apply_synonyms(cls, values: Any) -> Any:
-        """Take a setting under the name that other frameworks have for it, and say what it is called here."""
+        """Convert settings with the names of other frameworks to their names here."""
         return cls.canonical(values) if isinstance(values, Mapping) else values
 
     @model_validator(mode="wrap")
@@ -229,7 +229,7 @@ class BaseConfig(BaseModel):
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings under the names that they have here; a warning tells which were given under another name."""
+        """Return settings under their names here. A warning lists those that were given under another name."""
         settings, renamed = resolve_synonyms(values, cls.model_fields, cls.SYNONYMS)
         within = f"{cls.GROUP}." if cls.GROUP else ""
         for given, name in renamed.items():
@@ -263,7 +263,7 @@ class BaseConfig(BaseModel):
 
     @classmethod
     def _unknown(cls, name: str) -> str:
-        """What to do about a setting that there is not."""
+        """Return advice about an unknown setting."""
         within, spellings = f"{cls.GROUP}." if cls.GROUP else "", cls._spellings()
         if name in cls.SETTING_HINTS:
             return cls.SETTING_HINTS[name]
@@ -293,5 +293,5 @@ class BaseConfig(BaseModel):
 
 
 def _is_group(annotation: Any) -> bool:
-    """Whether a field holds settings of its own, which say themselves what they take."""
+    """Return whether a field is a group of settings, which validates itself."""
     return any(isinstance(one, type) and issubclass(one, BaseConfig) for one in (annotation, *get_args(annotation)))

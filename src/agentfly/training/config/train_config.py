@@ -92,7 +92,7 @@ def _unused_by_other_settings(config: TrainConfig) -> dict[str, str]:
     if config.advantage.step_weight == 0:
         for setting in ("step_discount", "anchor_match"):
             unused[f"advantage.{setting}"] = (
-                "advantage.step_weight=0 leaves out what it is for. Raise step_weight, or leave this out."
+                "advantage.step_weight=0 removes its effect. Raise step_weight, or leave this out."
             )
     if config.kl.coefficient == 0:
         for setting in ("where", "estimator", "gradient"):
@@ -331,7 +331,7 @@ class TrainConfig(BaseConfig):
         if self.attempts < algorithm.min_attempts:
             raise ConfigError(
                 f"attempts={self.attempts}: {self.algorithm} compares the attempts at one task with one another, so "
-                f"that a group of fewer than {algorithm.min_attempts} teaches nothing. Raise attempts, or choose "
+                f"it learns nothing from a group of fewer than {algorithm.min_attempts}. Raise attempts, or choose "
                 "another algorithm."
             )
         if self.dynamic_sampling is not None and not algorithm.supports_dynamic_sampling:
@@ -344,7 +344,7 @@ class TrainConfig(BaseConfig):
         if self.dynamic_sampling is not None and self.kl.coefficient > 0 and self.kl.where == "reward":
             raise ConfigError(
                 "dynamic_sampling with kl.where=reward: the penalty differs between attempts that score the same, so "
-                "that their group teaches something, and it would be dropped. Set kl.where=loss."
+                "that their group has a learning signal, and it would be dropped. Set kl.where=loss."
             )
         if self.clip_low > 1.0:
             raise ConfigError(f"clip_low={self.clip_low}: ratios are never below 0; set clip_low=1 for no bound below.")

@@ -140,7 +140,7 @@ def mini_batches(rows: Sequence[Row], count: int, seed: str) -> list[list[int]]:
 
 
 def micro_batches(rows: Sequence[Row], indices: Sequence[int], tokens: int) -> list[list[int]]:
-    """Divide rows into consecutive parts of at most ``tokens`` tokens; a longer row is a part of its own.
+    """Divide rows into consecutive parts of at most ``tokens`` tokens; a longer row forms its own part.
 
     Args:
         rows: all rows of a batch.

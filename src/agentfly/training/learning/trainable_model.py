@@ -101,7 +101,7 @@ def reject_adapted_model(model: PreTrainedModel) -> None:
     """
     if has_adapters(model):
         raise ConfigError(
-            "The policy's model has the adapters of an earlier run. Load that run's checkpoint as a policy of its own, "
+            "The policy's model has the adapters of an earlier run. Load that run's checkpoint as a new policy, "
             "which merges them into the weights, and train that."
         )
 

@@ -191,8 +191,8 @@ def _matches_tokenizer(trajectory: Trajectory, tokenizer: Tokenizer) -> bool:
     control = set(tokenizer.control_tokens.values())
     for turn in own:
         ids = trajectory.sequences[turn.sequence].ids[turn.start : turn.stop]
-        said = ids[:-1] if turn.ended_by_model and ids[-1] in control else ids
-        if tokenizer.decode(said) != turn.text or any(one not in tokenizer.vocabulary_ids for one in ids):
+        visible = ids[:-1] if turn.ended_by_model and ids[-1] in control else ids
+        if tokenizer.decode(visible) != turn.text or any(one not in tokenizer.vocabulary_ids for one in ids):
             return False
     return True
 

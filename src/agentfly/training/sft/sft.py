@@ -53,7 +53,7 @@ def sft(
     config = SFTConfig(**settings)
     require_agent(agent)
     if resume and run_dir is None:
-        raise ConfigError("resume=True needs run_dir, the directory of the run to go on with.")
+        raise ConfigError("resume=True needs run_dir, the directory of the run to continue.")
     events = events or EventStream()
     with ExitStack() as stack:
         run = RunDirectory(run_dir) if run_dir is not None else RunDirectory.create()
@@ -75,6 +75,6 @@ def sft(
 
 def _dataset_summary(examples: SFTDataset) -> str:
     """What is learned from, in a line."""
-    told = f"{len(examples.rows)} rows to learn, {len(examples.held_out)} held out"
+    summary = f"{len(examples.rows)} rows to learn, {len(examples.held_out)} held out"
     excluded = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in sorted(examples.excluded.items()))
-    return f"{told}; left out: {excluded}" if excluded else told
+    return f"{summary}; left out: {excluded}" if excluded else summary

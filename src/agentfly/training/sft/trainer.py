@@ -131,7 +131,7 @@ class SFTLearner:
         return total / sum(len(row.targets) for row in rows)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the model's weights to go on exactly from here."""
+        """The state that a checkpoint needs beside the model's weights, for an exact resume."""
         return {"done": self.updates_done, "optimizer": self._optimizer.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -201,10 +201,10 @@ class SFTTrainer:
         config: the settings.
         run: where checkpoints and metrics are kept.
         events: where events go: each update is a step, each look at the held-out rows an evaluation.
-        resume: go on from the last checkpoint in ``run``; begin there if it has none.
+        resume: continue from the last checkpoint in ``run``; begin if it has none.
 
     Raises:
-        ConfigError: the directory holds another run, or the run cannot be gone on with as it is asked.
+        ConfigError: the directory holds another run, or the run cannot be resumed with these settings.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class SFTTrainer:
         self._about = About(model, examples.fingerprint, config.model_dump(mode="json"))
 
     def run(self) -> SFTResult:
-        """Learn. Blocks; a run that is stopped, in whatever way, can be gone on with from its last checkpoint.
+        """Train. Blocks. A run that is stopped in any way can be resumed from its last checkpoint.
 
         Raises:
             ConfigError: the model, the rows or the settings are not those that the run was begun with.
@@ -339,6 +339,6 @@ def require_same(checkpoint: Path, now: About, config: SFTConfig) -> None:
         others.append("the trajectories, or what is taken of them, are others")
     if others:
         raise ConfigError(
-            f"The warm start cannot be gone on with otherwise than it was begun: {'; '.join(others)}. Put them back, "
-            "or begin a new run."
+            f"The warm start cannot be resumed with other settings than it was begun with: {'; '.join(others)}. "
+            "Restore them, or begin a new run."
         )

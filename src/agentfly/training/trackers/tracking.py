@@ -45,8 +45,8 @@ async def track_run(
     deliveries = []
     for name, tracker in trackers.items():
         directory = run.tensorboard if name == "tensorboard" else run.path / name
-        told = TrackedRun(project, run.path.resolve().name, directory, config, ids.of(name))
-        deliveries.append(TrackerWorker(name, tracker, told, ids))
+        tracked = TrackedRun(project, run.path.resolve().name, directory, config, ids.of(name))
+        deliveries.append(TrackerWorker(name, tracker, tracked, ids))
     try:
         with ExitStack() as stack:
             for delivery in deliveries:
@@ -100,11 +100,11 @@ class TrackerWorker:
         try:
             self._ids.keep(self._name, self._tracker.start(self._run))
         except Exception as error:
-            self._report("could not begin, and is told nothing", error)
+            self._report("could not start, and receives nothing", error)
             return
-        while (told := self._queue.get()) is not None:
+        while (item := self._queue.get()) is not None:
             try:
-                self._tracker.log(*told)
+                self._tracker.log(*item)
             except Exception as error:
                 self._report("has missed metrics", error)
         try:
@@ -116,8 +116,8 @@ class TrackerWorker:
         if not self._failed:
             self._failed = True
             logger.warning(
-                "The tracker %s %s: %s. The run goes on, and metrics.jsonl has all of its metrics. What fails in this "
-                "tracker from now on is not told.",
+                "The tracker %s %s: %s. The run continues, and metrics.jsonl has all metrics. Further failures of this "
+                "tracker are not reported.",
                 self._name,
                 what,
                 describe_error(error),

@@ -25,7 +25,7 @@ def test_every_training_setting_is_listed_however_deep_it_lies():
 @pytest.mark.parametrize(
     ("key", "kind", "default"),
     [
-        ("agent", "str", "needed"),
+        ("agent", "str", "required"),
         ("model", "str or null", "null"),
         ("training", "group", "see below"),
         ("training.lora", "group or null", "null"),

@@ -90,7 +90,7 @@ def _render_group(group: ConfigFieldGroup) -> RenderableType:
 
     lines: list[RenderableType] = [Text(f"{group.key or 'the run'}: {group.about}", "bold underline")]
     for field in group.fields:
-        worded = field.default in ("needed", "see below")
+        worded = field.default in ("required", "see below")
         head = Text.assemble((field.key, "bold"), "  " if worded else "=", field.default, (f"  ({field.kind})", "dim"))
         lines += [head, Padding(Text(field.meaning), (0, 0, 0, 4))]
     return Group(*lines, "")

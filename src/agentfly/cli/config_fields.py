@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class ConfigField:
     Attributes:
         key: its whole key, such as ``training.kl.coefficient``, as it is overridden on the command line.
         kind: its type as text: ``int > 0``, ``chain | step``, ``str or null``; a group is ``group``.
-        default: the value if not given; ``needed`` if it must be given.
+        default: the value if not given; ``required`` if it must be given.
         meaning: its purpose, from its docstring.
     """
 
@@ -58,7 +59,7 @@ class ConfigFieldGroup:
         """Return the fields as a Markdown table."""
         rows = ["| field | default | meaning |", "|---|---|---|"]
         for field in self.fields:
-            default = field.default if field.default in ("needed", "see below") else f"`{field.default}`"
+            default = field.default if field.default in ("required", "see below") else f"`{field.default}`"
             rows.append(f"| `{field.name}` | {default} | {field.meaning} |")
         return "\n".join(rows)
 
@@ -117,9 +118,9 @@ def _groups(model: type[BaseModel], prefix: str) -> Iterator[ConfigFieldGroup]:
         key = f"{prefix}{name}"
         groups = [one for one in _flat(info.annotation) if isinstance(one, type) and issubclass(one, BaseModel)]
         within += [(group, f"{key}.") for group in groups]
-        fields.append(
-            ConfigField(key, _kind(info), _default(info, bool(groups)), " ".join((info.description or "").split()))
-        )
+        meaning = " ".join((info.description or "").split())
+        meaning = re.sub(r"\bNone\b", "`null`", meaning)  # as a file writes it
+        fields.append(ConfigField(key, _kind(info), _default(info, bool(groups)), meaning))
     about = " ".join((model.__doc__ or "").partition("\n\n")[0].split())
     yield ConfigFieldGroup(prefix.rstrip("."), model.__name__, about, tuple(fields))
     for group, inner in within:
@@ -128,7 +129,7 @@ def _groups(model: type[BaseModel], prefix: str) -> Iterator[ConfigFieldGroup]:
 
 def _default(info: FieldInfo, group: bool) -> str:
     if info.is_required():
-        return "needed"
+        return "required"
     value = info.get_default(call_default_factory=True)
     if value is None:
         return "null"

@@ -53,13 +53,41 @@ def test_a_block_that_fails_leaves_the_old_file_and_no_draft(tmp_path: Path, err
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_full_disk_is_reported_and_leaves_the_old_file(tmp_path: Path) -> None:
+def test_two_writers_of_one_file_do_not_collide_and_the_last_replacement_counts(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with atomic_write(path) as first:
+        first.write(b"first, which is longer")
+        with atomic_write(path) as second:
+            second.write(b"second")
+        assert path.read_text() == "second"
+    assert path.read_text() == "first, which is longer"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_draft_that_a_crash_left_is_removed_by_a_later_write_of_the_same_file_alone(tmp_path: Path) -> None:
+    path, stale, recent, other = (
+        tmp_path / name for name in ("a[1]", ".a[1].0a.unfinished", ".a[1].0b.unfinished", ".a1.0c.unfinished")
+    )
+    for draft in (stale, recent, other):
+        draft.touch()
+    for draft in (stale, other):
+        os.utime(draft, (0, 0))
+    replace_text(path, "new")
+    assert sorted(tmp_path.iterdir()) == sorted([path, recent, other])
+
+
+def test_a_full_disk_is_reported_and_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     replace_text(path, "old")
-    (tmp_path / ".file.unfinished").symlink_to("/dev/full")
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(PrerequisiteError, match="It is as it was"):
         replace_text(path, "new")
     assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 _HOLDER = """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -269,11 +271,21 @@ async def test_a_resumed_run_that_would_learn_otherwise_is_refused(tmp_path: Pat
         assert said in str(refusal.value)
 
 
-async def test_a_full_disk_says_what_to_do_and_what_had_ended_is_not_run_again(tmp_path: Path) -> None:
+async def test_a_full_disk_is_reported_with_its_remedy_and_finished_rollouts_are_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = RunDirectory(tmp_path).ensure().trajectories
-    (files / ".train-000001.jsonl.unfinished").symlink_to("/dev/full")
-    with pytest.raises(PrerequisiteError, match="Free some space"):
-        await trained(tmp_path, steps=1)
+    sync = os.fsync
+
+    def refuse_step_file(descriptor: int) -> None:
+        if "train-000001.jsonl" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse_step_file)
+        with pytest.raises(PrerequisiteError, match="Free some space"):
+            await trained(tmp_path, steps=1)
     assert not any(files.iterdir())
     events, rolled_out = EventStream(), list[Event]()
     with events.subscribed(lambda event: rolled_out.append(event) if isinstance(event, RolloutFinished) else None):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import glob
 import json
 import logging
 import os
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +22,11 @@ logger = logging.getLogger(__name__)
 LOCK_POLL_S = 0.05
 """Seconds between two attempts at a lock that another process holds."""
 
+STALE_DRAFT_S = 3600.0
+"""Seconds since the last change after which a draft counts as left by a crash."""
+
+_DRAFT_SUFFIX = ".unfinished"
+
 
 # --- atomic replacement -----------------------------------------------------------------------------------------------
 
@@ -28,8 +35,9 @@ LOCK_POLL_S = 0.05
 def atomic_write(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[BinaryIO]:
     """Open a draft that replaces ``path`` at the end of the block. Readers see the complete old file or the new one.
 
-    If the block fails, the draft is removed and the old file stays. The draft has a fixed name, so that one left by a
-    crash is overwritten. Only one process may write a file at a time: callers lock files that several processes write.
+    If the block fails, the draft is removed and the old file stays. Each draft has its own name, so several processes
+    may write a file at the same time: the last replacement counts. A draft that a crash has left is removed by a later
+    write of the same file, an hour after its last change.
 
     Args:
         path: the file.
@@ -39,9 +47,9 @@ def atomic_write(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iter
     Raises:
         OSError: the file cannot be written.
     """
-    draft = path.with_name(f".{path.name}.unfinished")
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{_DRAFT_SUFFIX}")
     try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode), "wb") as file:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
             yield file
             file.flush()
             if durable:
@@ -51,8 +59,17 @@ def atomic_write(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iter
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
         raise
+    _remove_stale_drafts(path)
     if durable:
         _sync_directory(path.parent)
+
+
+def _remove_stale_drafts(path: Path) -> None:
+    """Remove drafts of a file that crashed processes have left."""
+    with contextlib.suppress(OSError):
+        for draft in path.parent.glob(f".{glob.escape(path.name)}.*{_DRAFT_SUFFIX}"):
+            if time.time() - draft.stat().st_mtime > STALE_DRAFT_S:
+                draft.unlink(missing_ok=True)
 
 
 def _sync_directory(directory: Path) -> None:

@@ -1,7 +1,7 @@
-"""The Python in the guides and in the README runs, from top to bottom.
+"""The Python code of the guides and of the README runs, from top to bottom.
 
-A block that needs what the page only talks of is left out by ``<!-- not run: why -->`` on the line above it.
-A block that is a module of its own is written beside the program by ``<!-- file: name.py -->``.
+``<!-- not run: why -->`` on the line above a block leaves the block out.
+``<!-- file: name.py -->`` writes a block to a module next to the program.
 """
 
 from __future__ import annotations

@@ -18,9 +18,8 @@ from agentfly.core.run_directory import RunDirectory
 from benchmarks.studies import figures
 from benchmarks.studies.catalog import STUDIES
 from benchmarks.studies.picture import draw
-from benchmarks.studies.results import StudyResults
+from benchmarks.studies.results import SeedSpread, StudyResults
 from benchmarks.studies.run_study import RunFailed, StudyRun, run_study, study_runs
-from benchmarks.studies.spread import SeedSpread
 from benchmarks.studies.study import Arm, Curve, Figure, Study
 
 ROOT = Path(__file__).parents[2]

@@ -22,8 +22,8 @@ from agentfly.core.events import EvaluationFinished, EventStream, StepFinished
 from agentfly.core.installation import install_command
 from agentfly.core.run_directory import RunDirectory
 from agentfly.training.config.train_config import TrainConfig
-from agentfly.training.trackers import TRACKERS, TrackedRun, Tracker, tracking
-from agentfly.training.trackers.tracking import track_run
+from agentfly.training.trackers import TRACKERS, TrackedRun, Tracker, tracker
+from agentfly.training.trackers.tracker import track_run
 from agentfly.training.train import train
 
 CONFIG = {"model": "tiny", "steps": 2, "kl": {"coefficient": 0.1}, "long": "x" * 1000}
@@ -128,7 +128,7 @@ async def test_a_tracker_that_fails_is_told_once_and_takes_no_other_along(
 async def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_for_long_the_end(
     run: RunDirectory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracking, "FLUSH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(tracker, "FLUSH_TIMEOUT_S", 0.1)
     free = threading.Event()
     hanging, notebook = Notebook(), Notebook()
     hanging.log = lambda *_: free.wait(60)  # type: ignore[assignment, method-assign]
@@ -259,7 +259,7 @@ async def test_mlflow_keeps_a_run_in_its_database_and_goes_on_with_it(
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(tracking, "FLUSH_TIMEOUT_S", 90.0)  # it makes its tables first
+    monkeypatch.setattr(tracker, "FLUSH_TIMEOUT_S", 90.0)  # it makes its tables first
     await follow(run, mlflow=TRACKERS["mlflow"]())
     await follow(run, first=3, mlflow=TRACKERS["mlflow"]())
     assert [record.getMessage() for record in caplog.records if record.name.startswith("agentfly")] == []

@@ -1,4 +1,4 @@
-"""SharedFile: a small block of bytes shared by the processes of a host.
+"""Shared files: a small block of bytes shared by the processes of a host.
 
 Reads and writes happen under a lock that ends with its holder. A read returns complete data: the file has two halves,
 a write replaces the older one, and a half with a wrong checksum was never finished. This takes microseconds, while

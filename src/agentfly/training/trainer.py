@@ -56,7 +56,7 @@ from agentfly.training.resume import (
 )
 from agentfly.training.rollout_queue import TRAIN
 from agentfly.training.trackers import TRACKERS
-from agentfly.training.trackers.tracking import track_run
+from agentfly.training.trackers.tracker import track_run
 from agentfly.training.trainable_policy import TrainablePolicy, open_trainable_policy
 from agentfly.training.update import PolicyUpdater
 from agentfly.training.validation import require_evaluations, require_reward_source, training_temperature

@@ -9,8 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from agentfly.training.advantages.algorithm import AdvantageInputs, Advantages, Estimator, Floats
-from agentfly.training.advantages.numerics import nearly_equal, subtract_with_tolerance, tolerance
+from agentfly.training.advantages.algorithm import (
+    AdvantageInputs,
+    Advantages,
+    Estimator,
+    Floats,
+    nearly_equal,
+    subtract_with_tolerance,
+    tolerance,
+)
 from agentfly.training.config.groups import AdvantageConfig
 from agentfly.training.rows import Row
 
@@ -92,7 +99,7 @@ def grpo(rewards: Floats) -> Floats:
 
     Other frameworks add a small number to the standard deviation to avoid a division by 0. This one does not, so that
     small differences between rewards count as much as large ones. Differences within rounding
-    (`agentfly.training.advantages.numerics`) count as 0.
+    (`agentfly.training.advantages.algorithm`) count as 0.
     Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.2.
     """
     centred = dr_grpo(rewards)

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agentfly.core.errors import UsageError
-from agentfly.training.advantages.algorithm import AdvantageInputs, Advantages, Floats
-from agentfly.training.advantages.numerics import subtract_with_tolerance, whiten
+from agentfly.training.advantages.algorithm import AdvantageInputs, Advantages, Floats, subtract_with_tolerance, whiten
 from agentfly.training.advantages.outcome import DR_GRPO, Attempt, attempts_by_group
 from agentfly.training.config.groups import AdvantageConfig
 from agentfly.training.rows import Row, predecessors_within, successors

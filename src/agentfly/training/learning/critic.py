@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 
 from agentfly.policies.embedded.scoring import hidden_states_before
 from agentfly.training.advantages import Floats
-from agentfly.training.advantages.numerics import nearly_equal
+from agentfly.training.advantages.algorithm import nearly_equal
 from agentfly.training.config.train_config import TrainConfig
 from agentfly.training.learning.batches import flatten, micro_batches, mini_batches, raise_if_cancelled, split_by_row
-from agentfly.training.learning.metrics import MetricAccumulator
 from agentfly.training.learning.optimizer import Optimizer
 from agentfly.training.learning.trainable_model import gradient_checkpointing
 from agentfly.training.losses.policy_losses import value_loss
+from agentfly.training.metrics import MetricAccumulator
 from agentfly.training.rows import Row
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,6 @@ from agentfly.training.learning.batches import (
 )
 from agentfly.training.learning.critic import Critic
 from agentfly.training.learning.kl_penalty import KLPenalty
-from agentfly.training.learning.metrics import MetricAccumulator, accumulate_policy_metrics
 from agentfly.training.learning.optimizer import Optimizer, learning_rate_factor
 from agentfly.training.learning.trainable_model import (
     adapter_dropout,
@@ -40,6 +39,7 @@ from agentfly.training.learning.trainable_model import (
 )
 from agentfly.training.losses.aggregation import Aggregation, ClipRange, TokenBatch
 from agentfly.training.losses.rollout_correction import mismatch_metrics
+from agentfly.training.metrics import MetricAccumulator, accumulate_policy_metrics
 from agentfly.training.rows import Row
 
 logger = logging.getLogger(__name__)

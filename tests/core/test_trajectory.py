@@ -144,7 +144,7 @@ def full() -> Trajectory:
     turn = Turn(
         index=1, sequence=0, start=3, stop=5, text="text", ended_by_model=True, tool_results=(record,),
         generation_seconds=0.125,
-        reasoning="why", content="what", kind="memory", agent="search", conversation="call_0", policy="other",
+        reasoning="why", content="what", kind="memory", agent="search", conversation="call_0", other_model="other",
         reward=0.5, anchor="anchor", parent_turns=(0,), prompt_tokens=7, sampled_tokens=2,
     )  # fmt: skip
     return Trajectory(

@@ -342,7 +342,7 @@ async def test_the_tokens_of_a_subagent_with_another_model_are_recorded_and_neve
         sampling=lambda params: replace(params, temperature=0.7),
     )
     assert asked == [0.7, 0.3, 0.7, 0.7, 0.7]
-    assert [turn.policy for turn in trajectory.turns] == ["", "other", "", "", ""]
+    assert [turn.other_model for turn in trajectory.turns] == ["", "other", "", "", ""]
     trajectory.reward = 1.0
     rows = rows_from_trajectories([trajectory]).rows
     assert len(trajectory.sequences) == 3

@@ -132,7 +132,7 @@ def test_turns_of_subagents_stand_below_the_calls_that_they_answer():
             tool_results=(nested,),
             agent="research",
             conversation="call_0",
-            policy="other",
+            other_model="other",
         ),
         Turn(**_fields(index=2, sequence=2, text="It is green.", agent="research", conversation="call_0")),
         Turn(**_fields(index=3, sequence=0, text="Green.")),

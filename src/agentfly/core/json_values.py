@@ -28,6 +28,28 @@ JSONFallback = Callable[[Any], Any]
 """Says what stands for a value that JSON has no form for."""
 
 
+_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+def canonical_json(value: Any) -> str:
+    """Return a JSON value as a text that is the same for equal values, to compare or hash them.
+
+    The order of keys does not count. Numbers count by value (``1`` equals ``1.0``, as some languages write it), and
+    tuples count as lists.
+    """
+    return _CANONICAL.encode(_canonical(value))
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_canonical(part) for part in value]
+    if isinstance(value, Mapping):
+        return {str(key): _canonical(part) for key, part in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def to_json_value(value: Any, unknown: JSONFallback | None = None) -> Any:
     """Return a value as JSON holds it: null, true, false, numbers, texts, lists and objects.
 

@@ -145,7 +145,7 @@ class Turn(Brief):
         agent: path of the subagent that took the turn, names joined by ``/``; empty for the main agent.
         conversation: the conversation of the turn: the ids of the tool calls that led to it, joined by ``/``; empty for
             the main agent's. Each call of a subagent begins a new one.
-        policy: the model of the turn, where it is not the rollout's own: a subagent's model. Such turns are never
+        other_model: the subagent's model, if it is not the main agent's; else empty. Such turns are never
             trained on.
         reward: the reward of the turn itself (step reward), if there is one.
         anchor: the state in which the turn was taken, as a hash of the environment's last result; the order of keys
@@ -170,7 +170,7 @@ class Turn(Brief):
     kind: Literal["act", "memory"] = "act"
     agent: str = ""
     conversation: str = ""
-    policy: str = ""
+    other_model: str = ""
     reward: float | None = None
     anchor: str = ""
     parent_turns: tuple[int, ...] | None = None
@@ -254,12 +254,12 @@ class Trajectory:
     @property
     def has_tokens(self) -> bool:
         """Whether the tokens of every turn of the rollout's own policy are known."""
-        return all(turn.sequence >= 0 for turn in self.turns if not turn.policy)
+        return all(turn.sequence >= 0 for turn in self.turns if not turn.other_model)
 
     @property
     def own_sequences(self) -> list[TokenSequence]:
         """The sequences that the rollout's own policy sampled, without those of other models."""
-        others = {turn.sequence for turn in self.turns if turn.policy}
+        others = {turn.sequence for turn in self.turns if turn.other_model}
         return [sequence for number, sequence in enumerate(self.sequences) if number not in others]
 
     @property

@@ -90,7 +90,7 @@ def audit_tokens(trajectories: Iterable[Trajectory], tokenizer: Tokenizer) -> To
     audit = TokenAudit()
     control = ControlTokens(tokenizer)
     for trajectory in trajectories:
-        turns = [turn for turn in trajectory.turns if turn.stop > turn.start and not turn.policy]
+        turns = [turn for turn in trajectory.turns if turn.stop > turn.start and not turn.other_model]
         if not turns:
             continue
         audit.trajectories += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +10,10 @@ from functools import cached_property
 from typing import Any
 
 from agentfly.core.errors import ConfigError
+from agentfly.core.json_values import canonical_json
 from agentfly.core.messages import Message, images_of, text_of
 from agentfly.formats.chat.chat_format import ToolDefinitions
 from agentfly.gateway.limits import RequestError
-
-_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=True, separators=(",", ":"))
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class ModelRequest:
         Changes that client libraries make to messages do not count; see `same_message`. Of an answer with calls, only
         the calls count, because some libraries drop the text beside them.
         """
-        begun = hash(_CANONICAL.encode(_plain(list(self.tools))))
+        begun = hash(canonical_json(list(self.tools)))
         return (begun, *extend_hashes(begun, self.conversation))
 
     @cached_property
@@ -62,7 +60,7 @@ def extend_hashes(begun: int, messages: Sequence[Message]) -> Iterator[int]:
         content = message["content"]
         if message["role"] == "assistant":
             calls = message.get("tool_calls")
-            answer = _CANONICAL.encode(_plain(calls_of(message))) if calls else text_of(content).strip()
+            answer = canonical_json(calls_of(message)) if calls else text_of(content).strip()
             begun = hash((begun, "assistant", answer))
         elif isinstance(content, str):
             begun = hash((begun, message["role"], content))
@@ -105,15 +103,6 @@ def same_message(known: Message, shown: Message) -> bool:
 def calls_of(message: Message) -> list[tuple[Any, Any]]:
     """Return the names and arguments of a message's calls."""
     return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
-
-
-def _plain(value: Any) -> Any:
-    """Return a value with whole floats as integers: ``1.0`` as ``1``, as some languages write it."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {

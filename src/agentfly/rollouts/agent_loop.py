@@ -172,7 +172,7 @@ class AgentLoop:
         recorder.add_generator(self._generator)
         self._generating = asyncio.Lock()
         self._past = Past(self.messages, context, self._remember, self._generator.count_tokens)
-        self._situation = AnchorState(self.messages)
+        self._anchor_state = AnchorState(self.messages)
         self._executor = ToolExecutor(self._agent, context, recorder.events, runtime.truncate, self._delegate)
         self._turns = self._tool_calls = self._invalid_calls_in_a_row = 0
         self._too_many_invalid = False
@@ -222,7 +222,7 @@ class AgentLoop:
                 self.last_turns, self._ends_of_subagents = self._ends_of_subagents, ()
             self._recorder.record_results(turn, results)
             self._past.append_results(map(self._message, results))
-            self._situation.update(results)
+            self._anchor_state.update(results)
             if reason := self._reason_to_end(results):
                 return reason
             if limit is not None and limit.expired():  # a tool ignored the cancellation
@@ -251,8 +251,8 @@ class AgentLoop:
             kind="memory" if remembers else "act",
             agent=self._path,
             conversation=self._name,
-            policy=self._runtime.other_model,
-            anchor=self._situation.anchor,
+            other_model=self._runtime.other_model,
+            anchor=self._anchor_state.anchor,
             parent_turns=self.last_turns,
         )
         self.last_turns = (turn,)

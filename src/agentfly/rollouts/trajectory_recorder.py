@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from agentfly.core.events import EventStream, GenerationFinished
+from agentfly.core.json_values import canonical_json
 from agentfly.core.messages import Image, Message, images_of, text_of
 from agentfly.core.trajectory import ToolRecord, Trajectory, Turn
 from agentfly.rollouts.token_recorder import NO_TOKENS
@@ -40,7 +40,7 @@ class TrajectoryRecorder:
         kind: Literal["act", "memory"],
         agent: str,
         conversation: str,
-        policy: str,
+        other_model: str,
         anchor: str,
         parent_turns: tuple[int, ...],
     ) -> int:
@@ -59,7 +59,7 @@ class TrajectoryRecorder:
             kind=kind,
             agent=agent,
             conversation=conversation,
-            policy=policy,
+            other_model=other_model,
             anchor=anchor,
             parent_turns=parent_turns,
             prompt_tokens=generated.prompt_tokens,
@@ -89,15 +89,12 @@ class TrajectoryRecorder:
             generator.finish()
 
 
-_CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-
-
 def anchor_hash(state: Any) -> str:
     """Return the hash of a state. It does not depend on the process or on the order of keys.
 
     Numbers count by value (``1`` equals ``1.0``), and tuples count as lists.
     """
-    return _hash(_CANONICAL.encode(_plain(state)))
+    return _hash(canonical_json(state))
 
 
 class AnchorState:
@@ -129,7 +126,7 @@ class AnchorState:
     @property
     def text(self) -> str:
         """The state as JSON, with images by their hashes. The anchor is the hash of this text."""
-        return _CANONICAL.encode([_plain(self._states), self._seen])
+        return canonical_json([self._states, self._seen])
 
     def update(self, results: Sequence[ToolRecord]) -> None:
         """Update the state with the results of a turn's calls."""
@@ -146,15 +143,15 @@ def states_of(trajectory: Trajectory) -> list[str]:
 
     The states are derived from the trajectory. A turn without an anchor has an empty text.
     """
-    situations: dict[str, AnchorState] = {}
+    anchor_states: dict[str, AnchorState] = {}
     states = []
     for turn in trajectory.turns:
-        if turn.conversation not in situations:
-            situations[turn.conversation] = AnchorState(_opening(trajectory, turn))
-        situation = situations[turn.conversation]
-        states.append(situation.text if turn.anchor else "")
+        if turn.conversation not in anchor_states:
+            anchor_states[turn.conversation] = AnchorState(_opening(trajectory, turn))
+        anchor_state = anchor_states[turn.conversation]
+        states.append(anchor_state.text if turn.anchor else "")
         if turn.tool_results:
-            situation.update(turn.tool_results)
+            anchor_state.update(turn.tool_results)
     return states
 
 
@@ -171,13 +168,3 @@ def _names(images: Iterable[Image]) -> list[str]:
 
 def _hash(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", errors="surrogatepass"), digest_size=16).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
-    if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
-    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -80,7 +80,7 @@ class TrajectoryRenderer:
         spans: dict[int, TokenSpan] = {}
         conversations: dict[str, list[Turn]] = {}
         for turn in trajectory.turns:
-            if not turn.policy:
+            if not turn.other_model:
                 conversations.setdefault(turn.conversation, []).append(turn)
         if not conversations:
             raise CannotRender("no_turns", f"The rollout {trajectory.rollout_id} ended before its first turn.")

@@ -197,7 +197,7 @@ def _logprobs_known(sequence: TokenSequence) -> bool:
 
 def rows_of(trajectory: Trajectory) -> Iterator[Row]:
     """Yield a row for each token sequence of a scored trajectory that its own policy sampled from."""
-    others = {turn.sequence for turn in trajectory.turns if turn.policy}
+    others = {turn.sequence for turn in trajectory.turns if turn.other_model}
     own = {
         number: sequence
         for number, sequence in enumerate(trajectory.sequences)

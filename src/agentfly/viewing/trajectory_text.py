@@ -103,7 +103,7 @@ def _append_turn(text: Text, turn: Turn, max_lines: int, *, indent: int, note: s
     limit = "" if turn.ended_by_model else ", cut by a limit"
     reward = "" if turn.reward is None else f", reward {turn.reward:g}"
     tokens = f"{turn.stop - turn.start} tokens" if turn.sequence >= 0 else "untold tokens"
-    by = f", by {escape_control_characters(turn.policy)}" if turn.policy else ""
+    by = f", by {escape_control_characters(turn.other_model)}" if turn.other_model else ""
     text.append(f"  {tokens} in {turn.generation_seconds:.2f} s{by}{limit}{note}{reward}\n", _QUIET)
     if turn.reasoning and turn.reasoning not in turn.text:
         _append_block(text, turn.reasoning, max_lines=max_lines, indent=indent + 2, style=f"{_QUIET} italic")

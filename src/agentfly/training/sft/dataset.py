@@ -185,7 +185,7 @@ def _select_trajectories(
 
 def _matches_tokenizer(trajectory: Trajectory, tokenizer: Tokenizer) -> bool:
     """Return whether the trajectory has ids for all its turns, and this tokenizer decodes them to the turns' texts."""
-    own = [turn for turn in trajectory.turns if not turn.policy]
+    own = [turn for turn in trajectory.turns if not turn.other_model]
     if not own or not trajectory.has_tokens or not any(one.sampled_count for one in trajectory.own_sequences):
         return False
     control = set(tokenizer.control_tokens.values())

@@ -108,7 +108,7 @@ def test_what_does_not_work_has_its_cure_and_the_command_fails(agentfly):
     code, out, err = agentfly("check", "config.yaml", "tasks=mine.py:lacking")
     assert code == 1
     assert "FAILED  tool look  The tool 'look' takes the field 'level', which 1 of 3 tasks do not have" in out
-    assert "1 of the above" in err
+    assert "1 of these checks failed" in err
 
 
 @pytest.mark.parametrize("words", [["train"], ["rollout"], ["eval", "eval_tasks=mine.py:lacking"]])
@@ -151,7 +151,7 @@ def test_what_cannot_be_gone_on_with_is_refused(agentfly):
     for command in ("rollout", "eval"):
         code, _, err = agentfly(command, "--resume", "nowhere")
         assert code == 2
-        assert "nowhere holds no run to continue" in err
+        assert "nowhere has no run to resume" in err
         code, _, err = agentfly(command)
         assert code == 2
         assert "--resume RUN_DIR" in err

@@ -286,7 +286,7 @@ def test_a_command_that_needs_tasks_says_that_none_are_named(held_out, words, to
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["project"], "project holds no evaluation"),
+        (["project"], "project has no evaluation"),
         ([], "--stored takes the directory of a run"),
         (["project", "seed=1"], "--stored takes the directory of a run"),
     ],

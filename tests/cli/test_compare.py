@@ -69,9 +69,9 @@ def test_no_interval_of_a_difference_of_shares_leaves_what_is_possible(compare, 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["nowhere"], "nowhere is not there"),
-        (["empty"], "holds no evaluation"),
-        (["once"], "holds one evaluation"),
+        (["nowhere"], "nowhere does not exist"),
+        (["empty"], "has no evaluation"),
+        (["once"], "has one evaluation"),
     ],
 )
 def test_what_cannot_be_compared_is_told(compare, tmp_path, monkeypatch, words, told):

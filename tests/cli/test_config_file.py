@@ -60,16 +60,16 @@ def test_an_environment_variable_can_stand_in_for_a_value(tmp_path, monkeypatch)
             "There is no training setting 'kl.coeficient'. Did you mean 'kl.coef",
         ),
         (MINIMAL, ["training.lora.ranks=4"], "There is no training setting 'lora.ranks'. Did you mean 'lora.rank'?"),
-        (MINIMAL, ["training.kl=3"], "training: kl=3: this is a group of settings, of which"),
+        (MINIMAL, ["training.kl=3"], "training: kl=3: this is a group of settings. Set one or more"),
         (MINIMAL, ["training.early_stop=true"], "There are: target, patience"),
         (MINIMAL, ["training.curriculum=x:Y"], "Write curriculum, not training.curriculum."),
         (MINIMAL + "training: {steps: soon}\n", [], "training: steps='soon': input should be a valid integer"),
-        (MINIMAL + "training: 3\n", [], "training: 3 holds no settings by their names"),
-        (MINIMAL + "training:\n", [], "training: None holds no settings by their names"),
+        (MINIMAL + "training: 3\n", [], "training: 3 is not a mapping from names of settings to values"),
+        (MINIMAL + "training:\n", [], "training: None is not a mapping from names of settings to values"),
         (MINIMAL + "training: {steps: yes}\n", [], "training: steps=True: input should not be a truth value"),
         (MINIMAL + "sft: {lora: {rnk: 4}}\n", [], "sft: There is no training setting 'lora.rnk'"),
         ("agent: [1]\ntasks: t\n", [], "agent=[1]: input should be a valid string"),
-        ("tasks: tasks.jsonl\n", [], "The key 'agent' is needed and is missing."),
+        ("tasks: tasks.jsonl\n", [], "The key 'agent' is required and missing."),
         ("agent: a\ntasks: [unclosed\n", [], "line 3, column 1 is not YAML"),
         ("agent: a\nagent: b\n", [], "line 2, column 1 is not YAML: found duplicate key agent"),
         ("- a\n- b\n", [], "does not hold a mapping"),
@@ -91,7 +91,7 @@ def test_every_mistake_in_a_file_is_told_at_once(tmp_path):
     message = str(refusal.value)
     assert "'agnet'" in message
     assert "'modle'" in message
-    assert "'agent' is needed" in message
+    assert "'agent' is required" in message
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_a_policy_is_an_endpoint_or_vllm(tmp_path, text, policy):
     ("text", "told"),
     [
         ("policy:\n  kind: vllm\n  severs: 2\n", "no key 'policy.severs'"),
-        ("policy:\n  model: m\n", "key 'policy.base_url' is needed"),
-        ("policy:\n  base_ur: http://localhost:1/v1\n", "'policy.base_url' is needed.* There is no 'base_ur'"),
+        ("policy:\n  model: m\n", "key 'policy.base_url' is required"),
+        ("policy:\n  base_ur: http://localhost:1/v1\n", "'policy.base_url' is required.* There is no 'base_ur'"),
         ("policy: vlm\n", "policy='vlm': there is no such policy. Write 'vllm'"),
     ],
 )

@@ -20,7 +20,7 @@ def test_the_doctor_says_how_to_get_the_package_that_is_missing(monkeypatch: pyt
     monkeypatch.setattr(importlib.metadata, "version", version)
     finding = mcp_servers()
     assert (finding.verdict, finding.found) == (CheckStatus.NOTE, "without mcp")
-    assert install_command("mcp") in finding.cure
+    assert install_command("mcp") in finding.remedy
 
 
 def test_the_doctor_tells_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

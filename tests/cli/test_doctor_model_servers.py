@@ -31,4 +31,4 @@ def test_without_vllm_the_cure_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     finding = model_servers()
     assert finding.verdict is CheckStatus.NOTE
     assert "has no vLLM" in finding.found
-    assert "pip install vllm" in finding.cure
+    assert "pip install vllm" in finding.remedy

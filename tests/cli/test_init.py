@@ -68,7 +68,7 @@ def test_an_empty_directory_that_is_there_is_taken(tmp_path, monkeypatch, name):
 
 def test_what_is_there_is_never_written_over(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"is not empty: it holds notes.txt"):
+    with pytest.raises(ConfigError, match=r"is not empty: it contains notes.txt"):
         new_project(tmp_path)
     with pytest.raises(ConfigError, match="is a file"):
         new_project(tmp_path / "notes.txt")

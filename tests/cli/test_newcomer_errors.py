@@ -179,7 +179,7 @@ def test_what_is_no_number_of_a_step_or_of_attempts_is_refused_by_every_option(r
     for words, told in (
         (["eval", "runs/mine", "--checkpoint"], "has no checkpoint"),
         (["rollout", "runs/mine", "--checkpoint"], "has no checkpoint"),
-        (["eval", "runs/mine", "--stored", "--checkpoint"], "holds no evaluation after step"),
+        (["eval", "runs/mine", "--stored", "--checkpoint"], "has no evaluation after step"),
         (["eval", "config.yaml", "--k"], "it must be whole numbers"),
     ):
         code, message = refused(*words, number)
@@ -232,7 +232,7 @@ def test_a_pass_at_more_attempts_than_are_made(refused):
 def test_a_run_that_is_not_there_to_be_gone_on_with(refused, project):
     code, message = refused("train", "--resume", "runs/none")
     assert code == 2
-    assert "holds no run" in message
+    assert "has no run to resume" in message
     assert not (project / "runs").exists()
 
 
@@ -240,13 +240,13 @@ def test_a_run_that_is_not_there_to_be_gone_on_with(refused, project):
     ("begun_by", "command", "told"),
     [
         ("train", "sft", "agentfly train --resume runs/mine."),
-        ("train", "eval", "agentfly train --resume runs/mine. To begin a new run from it: agentfly eval runs/mine."),
+        ("train", "eval", "agentfly train --resume runs/mine. To start a new run from it: agentfly eval runs/mine."),
         ("sft", "train", "agentfly sft --resume runs/mine."),
         ("eval", "train", "agentfly eval --resume runs/mine."),
         (
             "rollout",
             "eval",
-            "agentfly rollout --resume runs/mine. To begin a new run from it: agentfly eval runs/mine.",
+            "agentfly rollout --resume runs/mine. To start a new run from it: agentfly eval runs/mine.",
         ),
     ],
 )
@@ -276,7 +276,7 @@ def test_a_setting_of_another_command_is_said_to_change_nothing(project, monkeyp
     monkeypatch.setattr(sys, "argv", ["agentfly", command, "config.yaml", *data, word, "model=tinny"])
     with pytest.raises(SystemExit):
         cli.main()
-    assert f"{word} changes nothing here: {told}" in capsys.readouterr().err
+    assert f"{word} has no effect here: {told}" in capsys.readouterr().err
 
 
 def test_a_warm_start_that_is_gone_on_with_and_not_told_from_what(refused):
@@ -290,7 +290,7 @@ def test_a_warm_start_that_is_gone_on_with_and_not_told_from_what(refused):
 @pytest.mark.parametrize(
     ("begun", "told"),
     [
-        (True, "runs/mine is a run of agentfly eval. Go on with it by agentfly eval --resume runs/mine"),
+        (True, "runs/mine is a run of agentfly eval. Resume it with agentfly eval --resume runs/mine"),
         (False, "runs/mine is a directory. Name the configuration in it: runs/mine/config.yaml."),
     ],
 )

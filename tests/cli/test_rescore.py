@@ -109,7 +109,7 @@ def test_what_is_unscored_is_counted_by_cause(agentfly, run):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["runs/none", "--reward", "my_rewards:longer"], "runs/none is not there"),
+        (["runs/none", "--reward", "my_rewards:longer"], "runs/none does not exist"),
         (["runs", "--reward", "my_rewards:longer"], "runs has no trajectories"),
         (["tasks.jsonl", "--reward", "my_rewards:longer"], "tasks.jsonl, line 1: This is no trajectory"),
         (["runs/mine", "--reward", "my_rewards:long"], "Did you mean 'longer'?"),

@@ -80,7 +80,7 @@ def test_a_run_made_in_python_says_its_model_and_ids_of_another_tokenizer_are_no
     asyncio.run(af.run(agent, ["go", "on"], policy=af.ScriptedPolicy(["hello there"]), run_dir=tmp_path / "run"))
     code, out, err = agentfly("tokens", "audit", str(tmp_path / "run"))
     assert (code, out) == (2, "")
-    assert "2 of 2 turns do not spell their text, so they are not of the tokenizer of tiny" in err
+    assert "2 of 2 turns do not decode to their text, so the tokenizer of tiny did not make them" in err
     assert "--model" in err
     assert "ScriptedPolicy" in err
 

@@ -67,7 +67,7 @@ def test_models_that_are_shipped_are_listed_though_the_cache_is_closed(
     assert not is_accessible(cache_dir())
     finding = doctor.free_disk()
     assert finding.verdict is not doctor.CheckStatus.OK or os.geteuid() == 0
-    assert "AGENTFLY_CACHE_DIR" in finding.cure or os.geteuid() == 0
+    assert "AGENTFLY_CACHE_DIR" in finding.remedy or os.geteuid() == 0
 
 
 def test_an_image_that_cannot_be_looked_at_is_refused_by_name_with_the_cure(closed: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
         "tiny-depot": True,
         "smollm2-135m": False,
     }
-    assert "AGENTFLY_CACHE_DIR" in doctor.free_disk().cure
+    assert "AGENTFLY_CACHE_DIR" in doctor.free_disk().remedy
 
 
 @pytest.mark.slow

@@ -268,8 +268,8 @@ def test_environment_variables_fill_texts_and_the_sign_for_them_can_be_written(t
     path.write_text(config_text(config))
     assert load_config(path) == config
     for text, told in (
-        ("${model}", "stands for nothing. Write"),
-        ("${oc.env:NOT_SET}", "no environment variable 'NOT_SET'"),
+        ("${model}", "is not a reference to a variable. Write"),
+        ("${oc.env:NOT_SET}", "the environment variable 'NOT_SET' is not set"),
     ):
         path.write_text(f"agent: a\nmodel: {text}\n")
         with pytest.raises(ConfigError, match=r"model=.*" + re.escape(told)):

@@ -152,7 +152,7 @@ async def test_what_a_dead_process_left_is_shown_as_that_and_its_window_goes_wit
     assert [entry.instance for entry in run.started] == ["box-1"]
     shown = await asyncio.to_thread(CliRunner().invoke, app, ["resources", "ps", "--state-dir", str(tmp_path)])
     assert "nothing is running" in shown.stdout
-    assert "1 instance left behind" in shown.stdout
+    assert "1 instance left by" in shown.stdout
     async with ResourceEngine(ledger=tmp_path):
         assert not socket_path(path).exists()
 
@@ -181,7 +181,7 @@ def test_what_dead_processes_left_where_no_engine_listens_is_two_lines_however_m
     ps = [app, ["resources", "ps", "--state-dir", str(tmp_path)]]
     assert CliRunner().invoke(*ps).stdout.splitlines() == [  # type: ignore[arg-type]
         "nothing is running",
-        "10 instances left behind by 5 processes, which are dead: agentfly resources reap removes them",
+        "10 instances left by 5 processes, which are dead: agentfly resources reap removes them",
     ]
     said = CliRunner().invoke(app, ["resources", "reap", "--state-dir", str(tmp_path)]).stdout
     assert said.splitlines()[-1] == "removed 0 orphans, 10 could not be removed"

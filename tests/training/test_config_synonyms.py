@@ -148,7 +148,7 @@ def test_a_setting_that_was_meant_for_an_argument_of_the_call_is_told_that():
         af.train(agent, ["hello"], rewards=None)
     with pytest.raises(ConfigError, match=r"sft\(\) has no argument 'run_directory'. Did you mean 'run_dir'\?"):
         sft(agent, [], run_directory="runs/x")
-    with pytest.raises(ConfigError, match=r"'reward' stands beside 'training'.* Write reward, not training.rewards"):
+    with pytest.raises(ConfigError, match=r"'reward' is a key beside 'training'.* Write reward, not training.rewards"):
         validate_config({"agent": "a:b", "training": {"rewards": "a:c"}}, "c.yaml")
 
 

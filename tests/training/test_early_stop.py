@@ -65,7 +65,7 @@ def test_what_looks_at_evaluations_needs_some(tmp_path: Path) -> None:
         TrainConfig(early_stop={}, eval_every_steps=1)  # type: ignore[arg-type]
     asking = {"early_stop": {"patience": 1}, "eval_every_steps": 1}, {"keep_best": True}, {"eval_every_steps": 1}
     for settings in asking:
-        with pytest.raises(ConfigError, match="Give eval_tasks"):
+        with pytest.raises(ConfigError, match="Pass eval_tasks"):
             Trainer(Agent(model="tiny"), ["a"], scripted, run_dir=tmp_path, config=TrainConfig(**settings))
 
 

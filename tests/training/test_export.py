@@ -116,7 +116,7 @@ def test_all_files_may_be_read_by_whom_the_directory_may_be_read(runs, tmp_path)
 
 def test_nothing_is_written_over(runs, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists and is not empty"):
         export(runs["whole"], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     with pytest.raises(ConfigError, match="neither a model nor a checkpoint"):

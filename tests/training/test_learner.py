@@ -146,7 +146,7 @@ def test_a_loss_that_is_not_one_value_a_token_is_refused_and_moves_nothing(
     monkeypatch.setattr(LOSSES, "_known", {"ppo_clip": PolicyLoss(odd)})
     model = small_model()
     rows, before = rows_of(model), weights(model)
-    with pytest.raises(UsageError, match="one value a token"):
+    with pytest.raises(UsageError, match="one value per token"):
         learn(learner_of(model), rows, constant(rows, [1, -1, 1, -1]))
     assert torch.equal(weights(model), before)
 
@@ -157,7 +157,7 @@ def test_advantages_that_are_not_one_number_a_sampled_token_are_refused(wrong: A
     right = constant(rows, [1, -1, 1, -1])
     require_advantages(Advantages(right, right), rows, "mine")
     for advantages in (Advantages(wrong(right)), Advantages(right, wrong(right))):
-        with pytest.raises(UsageError, match="The algorithm 'mine' judged"):
+        with pytest.raises(UsageError, match="The algorithm 'mine' returned"):
             require_advantages(advantages, rows, "mine")
 
 

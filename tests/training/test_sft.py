@@ -172,8 +172,8 @@ def test_a_warm_start_is_made_longer_where_its_learning_rate_does_not_depend_on_
         started(tmp_path / "falls", epochs=1, events=events)
         with pytest.raises(ConfigError, match="epochs"):
             started(tmp_path / "falls", epochs=2, resume=True)
-    assert told_of[:2] == ["go further with sft.epochs=…"] * 2
-    assert "the schedule cosine has ended, so it cannot be made longer" in told_of[2]
+    assert told_of[:2] == ["to extend it, set a larger sft.epochs"] * 2
+    assert "the schedule cosine has ended, so it cannot be extended" in told_of[2]
     assert f"model=CHECKPOINT, one of those in {tmp_path / 'falls' / 'checkpoints'}" in told_of[2]
 
 

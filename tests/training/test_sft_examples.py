@@ -149,7 +149,7 @@ def test_data_are_runs_files_or_trajectories(tmp_path: Path):
     save_trajectories(oracles(), file)
     assert load_data(tmp_path / "run") == load_data(str(file)) == load_data(oracles()) == list(oracles())
     assert len(load_data([tmp_path / "run", file])) == 36
-    with pytest.raises(ConfigError, match="is not there"):
+    with pytest.raises(ConfigError, match="does not exist"):
         load_data(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="has no trajectories"):

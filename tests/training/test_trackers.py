@@ -136,7 +136,7 @@ async def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_for_long_the_end
         await follow(run, steps=100, hanging=hanging, mine=notebook)
     assert len(notebook.told) == 101
     (message,) = [record.getMessage() for record in caplog.records]
-    assert "The tracker hanging has not taken the last metrics" in message
+    assert "The tracker hanging did not store the last metrics" in message
     free.set()
 
 

@@ -91,7 +91,7 @@ def test_settings_replace_those_of_a_config(tmp_path: Path) -> None:
     config = TrainConfig(steps=2, tasks_per_step=1, attempts=2)
     result = train(AGENT, ["a"], brief, run_dir=tmp_path / "run", config=config, steps=1)
     assert result.steps == 1
-    with pytest.raises(ConfigError, match="config is a dict, and has to be a TrainConfig"):
+    with pytest.raises(ConfigError, match="config is a dict; it must be a TrainConfig"):
         train(AGENT, ["a"], brief, run_dir=tmp_path / "other", config={"steps": 2})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Did you mean 'steps'"):
         train(AGENT, ["a"], brief, run_dir=tmp_path / "other", config=config, stepz=1)

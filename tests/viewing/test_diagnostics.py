@@ -37,7 +37,7 @@ def test_equal_rewards_that_made_a_loss_were_learned_from():
     [
         ({"policy/updates_skipped": 1.0}, "the gradient was not finite"),
         ({"mismatch/masked_fraction": 1.0}, "rollout correction left out every token"),
-        ({"advantages/zero_fraction": 0.2}, "the critic learned alone (critic.warmup_steps)"),
+        ({"advantages/zero_fraction": 0.2}, "only the critic was trained (critic.warmup_steps)"),
         ({"advantages/zero_fraction": 1.0}, "every advantage was 0"),
         ({"rows": 0.0, "excluded/no_baseline": 4.0}, "no task has the score of a greedy rollout"),
         ({"groups/zero_variance_fraction": 1.0, "rows": 0.0}, "all attempts at each task scored the same"),

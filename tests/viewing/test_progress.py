@@ -128,11 +128,13 @@ def test_a_step_that_taught_nothing_says_so_in_both_displays():
 @pytest.mark.parametrize("live", [False, True])
 def test_a_run_that_was_finished_already_says_how_to_go_further(live):
     events = [
-        TrainingStarted(run_dir="runs/x", steps=4, start_step=4, further="go further with sft.epochs=…", **TINY),
+        TrainingStarted(
+            run_dir="runs/x", steps=4, start_step=4, further="to extend it, set a larger sft.epochs", **TINY
+        ),
         TrainingFinished(step=4, seconds=0.1),
     ]
     told = shown(live=live, events=events)
-    assert "already finished at step 4; go further with sft.epochs=…" in told
+    assert "already finished at step 4; to extend it, set a larger sft.epochs" in told
     assert "first step" not in told[told.rindex("already") :]
 
 

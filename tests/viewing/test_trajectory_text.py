@@ -163,12 +163,12 @@ def test_thoughts_and_what_is_to_be_remembered_are_told_apart_from_what_was_said
     ]
     lines = trajectory_text(a_trajectory(turns=turns, messages=[])).plain.splitlines()
     assert lines[2:-1] == [
-        "turn 1  untold tokens in 0.00 s",
+        "turn 1  unknown tokens in 0.00 s",
         "  Tea leaves are green.",
         "  Green.",
-        "turn 2, to be remembered  untold tokens in 0.00 s",
+        "turn 2, to be remembered  unknown tokens in 0.00 s",
         "  Tea was looked at.",
-        "turn 3  untold tokens in 0.00 s",
+        "turn 3  unknown tokens in 0.00 s",
         "  <think>so</think>Green.",
     ]
 

@@ -1,4 +1,4 @@
-"""``agentfly check``: whether everything that a run needs exists and works."""
+"""``agentfly check``: checks that everything a run needs exists and works."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def check(
 ) -> None:
     """Check everything a configuration needs before a long run: tools, resources, reward, model and chat format.
 
-    Each line names a check and, if it fails, the reason and the remedy. Exits with 1 if anything fails. A check that
-    works but is probably not intended is in doubt, such as an agent that earns its reward by doing nothing.
+    Each line names a check and, if it fails, the reason and the remedy. Exits with 1 if anything fails. "doubt"
+    marks a result that is probably not intended, such as a reward for an agent that does nothing.
     """
     from agentfly.cli.command_run import base_url_override, load_source
     from agentfly.cli.experiment import Experiment
@@ -37,7 +37,7 @@ def check(
     experiment = Experiment.load(config)
     failed = signals.run_until_signal(_run_checks(experiment))
     if failed:
-        typer.echo(f"{failed} of the above will not work in a run", err=True)
+        typer.echo(f"{failed} of these checks failed", err=True)
         raise typer.Exit(1)
 
 
@@ -45,7 +45,7 @@ async def _run_checks(experiment: Experiment) -> int:
     """Print each result as it arrives, and return the number of failures."""
     from agentfly.evaluation.preflight import preflight
 
-    findings = preflight(
+    results = preflight(
         experiment.agent,
         experiment.tasks or experiment.eval_tasks or experiment.required_tasks(),
         eval_tasks=experiment.eval_tasks if experiment.tasks else None,
@@ -54,22 +54,22 @@ async def _run_checks(experiment: Experiment) -> int:
         policy=experiment.policy,
     )
     failed = 0
-    async with aclosing(findings):
-        async for finding in findings:
-            failed += not finding.ok
-            _print(finding)
+    async with aclosing(results):
+        async for result in results:
+            failed += not result.ok
+            _print(result)
     return failed
 
 
-def _print(finding: CheckResult) -> None:
+def _print(result: CheckResult) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    took = f"  {finding.seconds:.1f} s" if finding.seconds >= 0.1 else ""
+    took = f"  {result.seconds:.1f} s" if result.seconds >= 0.1 else ""
     word = Text("FAILED", "bold red")
-    if finding.ok:
-        word = Text("doubt ", "yellow") if finding.suspicious else Text("ok    ", "green")
+    if result.ok:
+        word = Text("doubt ", "yellow") if result.suspicious else Text("ok    ", "green")
     line = Text.assemble(
-        word, f"  {finding.subject}{took}  ", (finding.detail, "dim" if finding.ok and not finding.suspicious else "")
+        word, f"  {result.subject}{took}  ", (result.detail, "dim" if result.ok and not result.suspicious else "")
     )
     Console().print(line, soft_wrap=True)

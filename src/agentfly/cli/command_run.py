@@ -34,9 +34,9 @@ def find_resumable_run(path: Path, command: Command) -> RunDirectory:
     """
     run = RunDirectory(path)
     if not run.config_file.is_file():
-        raise ConfigError(f"{path} holds no run to continue: there is no {run.config_file}.")
+        raise ConfigError(f"{path} has no run to resume: {run.config_file} does not exist.")
     if (begun_by := run.begun_by) not in (None, command):
-        new = f" To begin a new run from it: agentfly {command} {path}." if command in ("eval", "rollout") else ""
+        new = f" To start a new run from it: agentfly {command} {path}." if command in ("eval", "rollout") else ""
         raise ConfigError(
             f"{path} is a run of agentfly {begun_by}, and agentfly {command} cannot continue it. Use "
             f"agentfly {begun_by} --resume {path}.{new}"
@@ -52,8 +52,8 @@ def warn_unused_overrides(words: Sequence[str], command: Literal["train", "sft"]
     for word in words:
         if word.startswith(f"{other}."):
             typer.echo(
-                f"{word} changes nothing here: agentfly {command} reads the settings below {own}, such as {length}, "
-                "which says how long it runs",
+                f"{word} has no effect here: agentfly {command} reads the settings below {own}, such as {length}, "
+                "the length of the run",
                 err=True,
             )
 
@@ -73,11 +73,11 @@ def load_source(source: Path, overrides: Sequence[str], checkpoint: str | None) 
         raise ConfigError(f"There is no {source}. Name a configuration file, or the directory of a run.")
     if not source.is_dir():
         if checkpoint is not None:
-            raise ConfigError(f"--checkpoint chooses among those of a run, and {source} is not a run's directory.")
+            raise ConfigError(f"--checkpoint selects a checkpoint of a run, and {source} is not a run's directory.")
         return load_config(source, overrides), 0
     run = RunDirectory(source)
     if not run.config_file.is_file():
-        raise ConfigError(f"{source} is not the directory of a run: there is no {run.config_file}.")
+        raise ConfigError(f"{source} is not the directory of a run: {run.config_file} does not exist.")
     config = load_config(run.config_file, ["run_dir=null", *overrides])
     if checkpoint == "none" or (checkpoint is None and isinstance(config.policy, (EndpointConfig, OracleConfig))):
         return config, 0
@@ -85,21 +85,21 @@ def load_source(source: Path, overrides: Sequence[str], checkpoint: str | None) 
     return config.model_copy(update={"model": str(path.resolve())}), step
 
 
-def _checkpoint(run: Path, wanted: str | None) -> tuple[int, Path]:
+def _checkpoint(run: Path, requested: str | None) -> tuple[int, Path]:
     from agentfly.training.checkpoints import Checkpoints, require_valid  # needs the training packages
 
     checkpoints = Checkpoints(RunDirectory(run).checkpoints, keep=1)
     saved = dict(checkpoints.saved())
     if not saved:
         raise ConfigError(f"{run} has no checkpoint yet. With --checkpoint none the model before training is taken.")
-    if wanted is None:
+    if requested is None:
         valid = checkpoints.latest_valid()
         step = next(step for step, path in saved.items() if path == valid)
-    elif (number := whole_number(wanted)) in saved:
+    elif (number := whole_number(requested)) in saved:
         step = number
     else:
-        raise ConfigError(f"{run} has no checkpoint {wanted!r}. It has {', '.join(map(str, saved))}.")
-    return step, saved[step] if wanted is None else require_valid(saved[step])
+        raise ConfigError(f"{run} has no checkpoint {requested!r}. It has {', '.join(map(str, saved))}.")
+    return step, saved[step] if requested is None else require_valid(saved[step])
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``agentfly compare``: two evaluations of the same tasks, side by side."""
+"""``agentfly compare``: the difference between two evaluations of the same tasks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ from agentfly.core.errors import ConfigError
 
 def compare(
     first: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR|FILE.jsonl", help="A run, by its last evaluation, or a file of one.")
+        Path,
+        typer.Argument(
+            metavar="RUN_DIR|FILE.jsonl", help="A run, for its last evaluation, or the file of an evaluation."
+        ),
     ],
     second: Annotated[
         Path | None,
-        typer.Argument(metavar="[RUN_DIR|FILE.jsonl]", help="Another; if not given, the run's first and last are."),
+        typer.Argument(
+            metavar="[RUN_DIR|FILE.jsonl]",
+            help="The second evaluation. By default, the run's first and last are compared.",
+        ),
     ] = None,
     all_tasks: Annotated[
         bool, typer.Option("--all-tasks", help="Show every task, not only those that differ most.")
@@ -26,7 +32,7 @@ def compare(
 ) -> None:
     """Compare two evaluations task by task: the difference with its interval, wins and losses.
 
-    Tasks that only one of them holds are excluded and counted. To compare two models, evaluate each with agentfly
+    Tasks that only one of them has are excluded and counted. To compare two models, evaluate each with agentfly
     eval, and compare the two runs.
     """
     from rich.console import Console
@@ -49,7 +55,7 @@ def compare(
 def _first_and_last(run: Path) -> tuple[Path, Path]:
     files = _evaluations(run)
     if len(files) < 2:
-        raise ConfigError(f"{run} holds one evaluation. Name another run, or a file, to compare it with.")
+        raise ConfigError(f"{run} has one evaluation. Name another run, or a file, to compare it with.")
     return files[0], files[-1]
 
 
@@ -62,7 +68,7 @@ def _evaluations(run: Path) -> list[Path]:
 
     files = [path for _, path in RunDirectory(run).trajectory_files("eval")]
     if not files:
-        what = "holds no evaluation" if run.is_dir() else "is not there"
+        what = "has no evaluation" if run.is_dir() else "does not exist"
         raise ConfigError(
             f"{run} {what}. Name the directory of a run of agentfly eval or train, or a file of trajectories such as "
             "runs/mine/trajectories/eval-000060.jsonl."

@@ -22,7 +22,7 @@ def config(
         list[str] | None,
         typer.Argument(
             metavar="[FIELD|CONFIG.yaml [key=value]...]",
-            help="A field or a group, such as training.kl or learning_rate; or a configuration to be resolved.",
+            help="A field or a group, such as training.kl or learning_rate; or a configuration to print.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
@@ -71,8 +71,8 @@ def _matching_groups(word: str) -> list[ConfigFieldGroup]:
     ]
     if not named:
         near = nearest_field(word, RunConfig)
-        cure = f"Did you mean {near!r}?" if near else "agentfly config lists all fields."
-        raise ConfigError(f"There is no field, and no configuration file, {word!r}. {cure}")
+        remedy = f"Did you mean {near!r}?" if near else "agentfly config lists all fields."
+        raise ConfigError(f"There is no field, and no configuration file, {word!r}. {remedy}")
     return named
 
 
@@ -90,7 +90,7 @@ def _render_group(group: ConfigFieldGroup) -> RenderableType:
 
     lines: list[RenderableType] = [Text(f"{group.key or 'the run'}: {group.about}", "bold underline")]
     for field in group.fields:
-        worded = field.default in ("required", "see below")
-        head = Text.assemble((field.key, "bold"), "  " if worded else "=", field.default, (f"  ({field.kind})", "dim"))
+        is_text = field.default in ("required", "see below")
+        head = Text.assemble((field.key, "bold"), "  " if is_text else "=", field.default, (f"  ({field.kind})", "dim"))
         lines += [head, Padding(Text(field.meaning), (0, 0, 0, 4))]
     return Group(*lines, "")

@@ -186,7 +186,7 @@ class RunConfig(BaseModel):
             if near is not None and near not in below:
                 meant = "" if near == key else f" There is no {key!r}; did you mean {near!r}?"
                 raise ConfigError(
-                    f"{near!r} stands beside 'training', not below it.{meant} Write {near}, not training.{key}."
+                    f"{near!r} is a key beside 'training', not below it.{meant} Write {near}, not training.{key}."
                 )
         return values
 
@@ -194,8 +194,8 @@ class RunConfig(BaseModel):
     @classmethod
     def _expand_policy_name(cls, value: Any) -> Any:
         if isinstance(value, str) and value not in ("vllm", "oracle"):
-            cure = "there is no such policy. Write 'vllm', 'oracle', or policy.base_url=http://…/v1"
-            raise PydanticCustomError("policy", "{cure}", {"cure": cure})
+            remedy = "there is no such policy. Write 'vllm', 'oracle', or policy.base_url=http://…/v1"
+            raise PydanticCustomError("policy", "{remedy}", {"remedy": remedy})
         return {"kind": value} if isinstance(value, str) else value
 
 
@@ -284,7 +284,7 @@ def _no_file(path: Path) -> str:
     if (command := run.begun_by) is None:
         return f"{path} is a directory. Name the configuration in it: {run.config_file}."
     return (
-        f"{path} is a run of agentfly {command}. Go on with it by agentfly {command} --resume {path}, or begin another "
+        f"{path} is a run of agentfly {command}. Resume it with agentfly {command} --resume {path}, or start another "
         f"run with its configuration, {run.config_file}, and another run_dir=…."
     )
 
@@ -341,14 +341,14 @@ def _filled(value: Any, path: Path, keys: tuple[str, ...]) -> Any:
         known = _VARIABLE.fullmatch(match[1] or "")
         if known is None:
             raise ConfigError(
-                f"{path}: {'.'.join(keys)}={brief(value)}: {brief(match[0])} stands for nothing. Write "
+                f"{path}: {'.'.join(keys)}={brief(value)}: {brief(match[0])} is not a reference to a variable. Write "
                 f"${{oc.env:NAME}} for an environment variable, or {LITERAL} for ${{ itself."
             )
         found = os.environ.get(known[1], known[2])
         if found is None:
             raise ConfigError(
-                f"{path}: {'.'.join(keys)}={brief(value)}: there is no environment variable {known[1]!r}. Set it, or "
-                f"write what to take without it: ${{oc.env:{known[1]},default}}."
+                f"{path}: {'.'.join(keys)}={brief(value)}: the environment variable {known[1]!r} is not set. Set it, "
+                f"or write a default: ${{oc.env:{known[1]},default}}."
             )
         return found
 
@@ -387,7 +387,7 @@ def _error_messages(error: ValidationError) -> Iterator[str]:
             known = {*RunConfig.model_fields, *EndpointConfig.model_fields}
             unknown = [key for key in given if key not in known]
             meant = nearest_name(where.rpartition(".")[2], unknown)
-            slip = f" There is no {meant!r}: is that what it was to be?" if meant else ""
-            yield f"  The key {where!r} is needed and is missing.{slip}"
+            slip = f" There is no {meant!r}: did you mean this key?" if meant else ""
+            yield f"  The key {where!r} is required and missing.{slip}"
         else:
             yield f"  {where}={brief(problem['input'])}: {problem['msg'][:1].lower()}{problem['msg'][1:]}."

@@ -42,13 +42,13 @@ class MachineCheck:
         what: the subject of the check.
         verdict: its meaning for the user.
         found: what was found.
-        cure: what to do, if something is to be done.
+        remedy: what to do; empty if nothing.
     """
 
     what: str
     verdict: CheckStatus
     found: str
-    cure: str = ""
+    remedy: str = ""
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
@@ -97,10 +97,10 @@ def processor() -> MachineCheck:
 
 def threads() -> MachineCheck:
     """Check how many threads PyTorch will use."""
-    wanted = os.environ.get("OMP_NUM_THREADS")
+    configured = os.environ.get("OMP_NUM_THREADS")
     load = os.getloadavg()[0]
-    found = f"OMP_NUM_THREADS={wanted}" if wanted else "as many as there are cores"
-    if not wanted and load > 1.0:
+    found = f"OMP_NUM_THREADS={configured}" if configured else "one per core"
+    if not configured and load > 1.0:
         return MachineCheck(
             "threads",
             CheckStatus.NOTE,
@@ -169,9 +169,9 @@ def sandbox() -> MachineCheck:
 def backends() -> Iterator[MachineCheck]:
     """Report what each sandbox backend can do here, and how to get what is missing."""
     for able in _backends():
-        cure = "\n".join(able.missing)
+        remedy = "\n".join(able.missing)
         if not able.available:
-            yield MachineCheck(f"  {able.backend}", CheckStatus.NOTE, "does not work here", cure)
+            yield MachineCheck(f"  {able.backend}", CheckStatus.NOTE, "not available", remedy)
             continue
         lines = [able.description or "works", f"limits: {_limits(able)}", f"inside: {_inside(able)}"]
         if able.unaccounted_memory:
@@ -181,7 +181,7 @@ def backends() -> Iterator[MachineCheck]:
                 f"not isolated: {'; '.join(able.isolation_gaps)}. Taken for ContainerSpec(isolation='weak') only"
             )
         noted = bool(able.missing or able.isolation_gaps)
-        yield MachineCheck(f"  {able.backend}", CheckStatus.NOTE if noted else CheckStatus.OK, "\n".join(lines), cure)
+        yield MachineCheck(f"  {able.backend}", CheckStatus.NOTE if noted else CheckStatus.OK, "\n".join(lines), remedy)
 
 
 def _backends() -> list[Capabilities]:
@@ -225,8 +225,8 @@ def model_servers() -> MachineCheck:
     try:
         version = probe_vllm()
     except PrerequisiteError as error:
-        found, _, cure = str(error).partition(". ")
-        return MachineCheck("model servers", CheckStatus.NOTE, found, cure)
+        found, _, remedy = str(error).partition(". ")
+        return MachineCheck("model servers", CheckStatus.NOTE, found, remedy)
     return MachineCheck(
         "model servers", CheckStatus.OK, f"vLLM {version}, run by {ModelServerSpec(model='any').interpreter()}"
     )
@@ -253,8 +253,8 @@ def model_cache() -> MachineCheck:
     models = list_models()
     here = [model.name for model in models if model.path is not None]
     absent = [model.name for model in models if model.path is None]
-    cure = f"Fetched when first needed, or by agentfly models get {absent[0]}." if absent else ""
-    return MachineCheck("models", CheckStatus.OK, f"here: {', '.join(here)}" if here else "none here", cure)
+    remedy = f"Downloaded on first use, or with agentfly models get {absent[0]}." if absent else ""
+    return MachineCheck("models", CheckStatus.OK, f"here: {', '.join(here)}" if here else "none here", remedy)
 
 
 def free_disk() -> MachineCheck:
@@ -266,8 +266,8 @@ def free_disk() -> MachineCheck:
     try:
         chosen = path = cache_dir()
     except PrerequisiteError as error:
-        found, _, cure = str(error).partition(": ")
-        return MachineCheck("disk", CheckStatus.NOTE, found, cure)
+        found, _, remedy = str(error).partition(": ")
+        return MachineCheck("disk", CheckStatus.NOTE, found, remedy)
     while not is_accessible(path):
         path = path.parent
     free = shutil.disk_usage(path).free
@@ -302,7 +302,7 @@ def _print(findings: list[MachineCheck]) -> None:
     table = Table.grid(padding=(0, 2))
     for finding in findings:
         text = Text(finding.found)
-        if finding.cure:
-            text.append(f"\n{finding.cure}", "dim")
+        if finding.remedy:
+            text.append(f"\n{finding.remedy}", "dim")
         table.add_row(marks[finding.verdict], Text(finding.what, style="bold"), text)
     Console().print(table)

@@ -41,7 +41,7 @@ def evaluate(
         int | None, typer.Option("-n", "--tasks", min=1, help="Number of held-out tasks; all of them if not given.")
     ] = None,
     stored: Annotated[
-        bool, typer.Option("--stored", help="Show the last evaluation that a run holds; nothing is rolled out.")
+        bool, typer.Option("--stored", help="Show the last stored evaluation of a run, without new rollouts.")
     ] = False,
     ks: Annotated[
         str | None,
@@ -55,8 +55,8 @@ def evaluate(
     """Evaluate the model of a configuration, or of a run's last checkpoint, on the held-out tasks.
 
     Shows reward, success, pass@k and pass^k with intervals clustered by task, and each task. training.eval_attempts is
-    the number of attempts at a task. The evaluation is stored: --stored shows it again, and agentfly compare shows two
-    side by side.
+    the number of attempts at a task. The evaluation is stored: --stored shows it again, and agentfly compare compares
+    two.
     """
     from agentfly.cli.command_run import CommandRun, base_url_override
     from agentfly.cli.experiment import Experiment
@@ -68,7 +68,7 @@ def evaluate(
     from agentfly.viewing.progress import ConsoleProgress
 
     words = [*base_url_override(base_url), *(overrides or [])]
-    wanted = None if ks is None else _parse_ks(ks)
+    requested = None if ks is None else _parse_ks(ks)
     if stored:
         if source is None or words or resume is not None:
             raise ConfigError(
@@ -77,13 +77,13 @@ def evaluate(
         step, path = _stored_evaluation(source, checkpoint)
         board = EvaluationScores.from_trajectories(load_trajectories(path))
         title = ", ".join([pluralize(len(board.tasks), "held-out task"), *_whose(RunDirectory(source), step)])
-        _show(board, _shown_ks(wanted, board), path, title, as_json=as_json, all_tasks=all_tasks)
+        _show(board, _shown_ks(requested, board), path, title, as_json=as_json, all_tasks=all_tasks)
         return
     command = CommandRun.parse("eval", source, words, checkpoint, resume)
     most = command.config.training.eval_attempts
-    if wanted is not None and wanted[-1] > most:
+    if requested is not None and requested[-1] > most:
         raise ConfigError(
-            f"--k {ks}: pass@{wanted[-1]} needs as many attempts at a task, and training.eval_attempts is {most}. "
+            f"--k {ks}: pass@{requested[-1]} needs as many attempts at a task, and training.eval_attempts is {most}. "
             "Raise it, with training.eval_temperature above 0, or lower k."
         )
     experiment = Experiment.load(command.config)
@@ -98,7 +98,7 @@ def evaluate(
     board = EvaluationScores.from_trajectories(result.trajectories)
     path = directory.trajectories_file(command.step, "eval")
     title = f"{pluralize(len(rows), 'held-out task')}, {experiment.model_name}"
-    _show(board, _shown_ks(wanted, board), path, title, as_json=as_json, all_tasks=all_tasks, metrics=result.metrics)
+    _show(board, _shown_ks(requested, board), path, title, as_json=as_json, all_tasks=all_tasks, metrics=result.metrics)
 
 
 def _whose(run: RunDirectory, step: int) -> list[str]:
@@ -107,16 +107,16 @@ def _whose(run: RunDirectory, step: int) -> list[str]:
     from agentfly.cli.experiment import model_name
 
     config = load_config(run.config_file) if run.config_file.is_file() else None
-    whose = [] if config is None else [model_name(config) or f"the model of {config.agent}"]
+    parts = [] if config is None else [model_name(config) or f"the model of {config.agent}"]
     if not step:
-        return [*whose, "before training"] if run.metrics_file.exists() else whose
-    return [*whose, f"after step {step}"]
+        return [*parts, "before training"] if run.metrics_file.exists() else parts
+    return [*parts, f"after step {step}"]
 
 
-def _shown_ks(wanted: list[int] | None, board: EvaluationScores) -> list[int]:
+def _shown_ks(requested: list[int] | None, board: EvaluationScores) -> list[int]:
     from agentfly.evaluation.scores import default_ks
 
-    return wanted or default_ks(board.max_attempts)
+    return requested or default_ks(board.max_attempts)
 
 
 def _show(
@@ -147,7 +147,7 @@ def _show(
 
 
 def _stored_evaluation(source: Path, checkpoint: str | None) -> tuple[int, Path]:
-    """Return the step and file of an evaluation in a run: the last one, or that of a step.
+    """Return the step and file of an evaluation in a run: the last one, or the one of a step.
 
     Raises:
         ConfigError: there is no such evaluation.
@@ -156,12 +156,15 @@ def _stored_evaluation(source: Path, checkpoint: str | None) -> tuple[int, Path]
 
     files = dict(RunDirectory(source).trajectory_files("eval"))
     if not files:
-        raise ConfigError(f"{source} holds no evaluation. Make one: agentfly eval {shlex.quote(str(source))}")
+        raise ConfigError(f"{source} has no evaluation. To evaluate it: agentfly eval {shlex.quote(str(source))}")
     if checkpoint is None:
         return max(files), files[max(files)]
     step = 0 if checkpoint == "none" else whole_number(checkpoint)
     if step is None or step not in files:
-        raise ConfigError(f"{source} holds no evaluation after step {checkpoint}. It has {', '.join(map(str, files))}.")
+        raise ConfigError(
+            f"{source} has no evaluation after step {checkpoint}. It has evaluations after "
+            f"{', '.join(map(str, files))}."
+        )
     return step, files[step]
 
 

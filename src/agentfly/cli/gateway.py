@@ -23,52 +23,60 @@ def gateway(
     ] = None,
     script: Annotated[
         str | None,
-        typer.Option(metavar="FILE.py:NAME", help="Answers in place of a model: texts, or a function of the prompt."),
+        typer.Option(metavar="FILE.py:NAME", help="Answers instead of a model: texts, or a function of the prompt."),
     ] = None,
     vllm: Annotated[
         list[str] | None,
-        typer.Option("--vllm", metavar="URL", help="A server of vLLM that serves the model, or several."),
+        typer.Option("--vllm", metavar="URL", help="A vLLM server that serves the model; may be repeated."),
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE.jsonl", help="Where finished trajectories are added.")
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FILE.jsonl", help="The file to which finished trajectories are appended."
+        ),
     ] = Path("trajectories.jsonl"),
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 for any that is free.")] = 8100,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 for any free port.")] = 8100,
     public_host: Annotated[
         str | None,
-        typer.Option(metavar="HOST", help="The host in the URLs of programs, if they reach it by another than --host."),
+        typer.Option(metavar="HOST", help="The host in the URLs of programs, if it differs from --host."),
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST", help="A further name by which requests may call the gateway; may be repeated."),
+        typer.Option(metavar="HOST", help="Another host name that requests may use; may be repeated."),
     ] = None,
     key_env: Annotated[
         str | None,
-        typer.Option(metavar="VARIABLE", help="Holds the harness's key. Without it, a key is generated and printed."),
+        typer.Option(
+            metavar="VARIABLE",
+            help="Environment variable with the harness's key. By default, a key is generated and printed.",
+        ),
     ] = None,
     tool_call_format: Annotated[
-        str | None, typer.Option(metavar="NAME", help="How the model writes tool calls; its own way if not given.")
+        str | None, typer.Option(metavar="NAME", help="Tool-call format; by default the format of the model.")
     ] = None,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="The sampling temperature, whatever a program asks for.")
+        float, typer.Option(min=0.0, help="The sampling temperature. Requests cannot change it.")
     ] = 1.0,
     honor_request: Annotated[
         bool,
-        typer.Option("--honor-request", help="Sample as programs ask. Such answers are excluded from training."),
+        typer.Option(
+            "--honor-request", help="Use the sampling parameters of requests. Their answers are excluded from training."
+        ),
     ] = False,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum number of tokens per answer.")] = None,
     max_calls: Annotated[int, typer.Option(min=1, help="Maximum number of answered calls per rollout.")] = 1_000,
 ) -> None:
     """Serve a model to agent programs of any kind, and record the tokens of their rollouts.
 
-    A rollout begins with POST http://HOST:PORT/rollouts and {"rollout_id": "ID"}, which answers with the base URL and
+    A rollout starts with POST http://HOST:PORT/rollouts and {"rollout_id": "ID"}, which answers with the base URL and
     the key for its program, and ends with POST http://HOST:PORT/rollouts/ID/finish and {"reward": 1.0}. Both need the
     harness's key: Authorization: Bearer KEY.
     """
     if (model is None) == (script is None):
-        raise ConfigError("Name a model, or answers by --script: one of the two.")
+        raise ConfigError("Give either a model or --script.")
     if vllm and model is None:
-        raise ConfigError("--vllm says where the model is served: name the model, too.")
+        raise ConfigError("--vllm is the address of a server: also name the model that it serves.")
     policy = _load_script(script) if script is not None else _load_policy(str(model), vllm or [])
     settings = {
         "host": host,

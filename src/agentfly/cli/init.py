@@ -49,18 +49,18 @@ def new_project(directory: Path) -> list[Path]:
         The written files.
 
     Raises:
-        ConfigError: the directory is not empty, or its name gives no module name.
+        ConfigError: the directory is not empty, or its name has no valid characters for a module name.
         PrerequisiteError: the project cannot be written.
     """
     directory = directory.absolute()
     name, module = directory.name, module_name(directory.name)
     if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"{directory} is a file. Name a directory that is not there yet, or is empty.")
+        raise ConfigError(f"{directory} is a file. Choose a new or an empty directory.")
     try:
         if directory.is_dir() and (found := sorted(entry.name for entry in directory.iterdir())):
             raise ConfigError(
-                f"{directory} is not empty: it holds {', '.join(found[:3])}{', …' if len(found) > 3 else ''}. Name a "
-                "directory that is not there yet, or is empty."
+                f"{directory} is not empty: it contains {', '.join(found[:3])}{', …' if len(found) > 3 else ''}. "
+                "Choose a new or an empty directory."
             )
         directory.mkdir(parents=True, exist_ok=True)
         written = []

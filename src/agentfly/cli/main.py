@@ -99,8 +99,8 @@ app.add_typer(resources.app, name="resources")
 _TRAINING_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"agentfly {__version__}")
         raise typer.Exit
 

@@ -26,7 +26,8 @@ def rescore(
     ],
     reward: Annotated[str, typer.Option(help="The reward: module:name or path/file.py:name.")],
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory of the new files; that of the old ones if not given.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory of the new files; by default the directory of the old ones."),
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Number of trajectories that are scored at a time.")] = 64,
 ) -> None:
@@ -78,7 +79,7 @@ def trajectory_files(source: Path) -> list[Path]:
         return [source]
     files = RunDirectory(source).saved_trajectories() if source.is_dir() else []
     if not files:
-        what = "has no trajectories" if source.is_dir() else "is not there"
+        what = "has no trajectories" if source.is_dir() else "does not exist"
         raise ConfigError(
             f"{source} {what}. Name the directory of a run, or a file of trajectories such as "
             "runs/mine/trajectories/train-000001.jsonl."
@@ -106,10 +107,10 @@ def _require_scores(trajectories: Iterable[Trajectory], reward: str) -> None:
     tried = [one for one in trajectories if one.reward is not None or one.reward_failure is not None]
     failures = [one.reward_failure for one in tried if one.reward_failure is not None]
     if tried and len(failures) == len(tried):
-        place = f" (raised at {failures[0].location})" if failures[0].location else ""
+        location = f" (raised at {failures[0].location})" if failures[0].location else ""
         raise UsageError(
             f"{reward} gave none of {len(tried)} trajectories a score, so nothing was written. For instance: "
-            f"{failures[0].message}{place}"
+            f"{failures[0].message}{location}"
         )
 
 

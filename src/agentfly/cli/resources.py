@@ -18,9 +18,7 @@ PIPE_WIDTH = 10_000
 
 StateDir = Annotated[
     Path | None,
-    typer.Option(
-        "--state-dir", metavar="DIR", help="Where runs write down what they start, if not in the usual place."
-    ),
+    typer.Option("--state-dir", metavar="DIR", help="The directory of the ledgers, if it is not the default."),
 ]
 
 
@@ -29,7 +27,7 @@ def ps(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     state_dir: StateDir = None,
 ) -> None:
-    """Show the resources of this user's live runs: pools, instances, their owners and who waits."""
+    """Show the resources of this user's live runs: pools, instances, owners and waiting requests."""
     from rich.console import Console
 
     from agentfly.resources.engine.live_runs import find_runs
@@ -44,7 +42,7 @@ def ps(
 
 @app.command("reap")
 def reap(state_dir: StateDir = None) -> None:
-    """Remove resources left behind by killed runs; those of live runs stay."""
+    """Remove the resources of killed runs. Resources of live runs stay."""
     from agentfly.resources.engine.live_runs import find_runs
     from agentfly.resources.engine.orphans import reap_orphans
     from agentfly.viewing.formatting import pluralize

@@ -21,7 +21,7 @@ def sft(
         list[str] | None,
         typer.Argument(
             metavar="CONFIG.yaml RUN_DIR|FILE.jsonl... [key=value]...",
-            help="The configuration, what is learned from, and fields to override.",
+            help="The configuration, the training data, and fields to override.",
         ),
     ] = None,
     resume: Annotated[
@@ -29,10 +29,10 @@ def sft(
         typer.Option(metavar="RUN_DIR", help="Resume an interrupted warm start, without CONFIG.yaml."),
     ] = None,
 ) -> None:
-    """Teach the model of a configuration the turns of successful trajectories, its own or another model's.
+    """Train the model of a configuration on successful trajectories (supervised), its own or another model's.
 
     Only trajectories with a reward of at least sft.min_reward are used. Sampled ids are used as they are. Conversations
-    of an oracle or another model are rendered in this model's chat format. The loss covers the agent's turns alone.
+    of an oracle or another model are rendered in this model's chat format. The loss covers only the agent's turns.
     """
     from agentfly.cli.command_run import find_resumable_run, save_config_on_start, warn_unused_overrides
     from agentfly.cli.config_file import is_override, load_config
@@ -47,13 +47,14 @@ def sft(
     data = [word for word in words if not is_override(word)]
     if resumed is not None and not data:
         raise ConfigError(
-            f"Say what {resume} learns from, as when it was begun: agentfly sft --resume {resume} RUN_DIR, "
-            "where RUN_DIR holds the trajectories."
+            f"Name the trajectories that {resume} was started with: agentfly sft --resume {resume} RUN_DIR, where "
+            "RUN_DIR contains them."
         )
     if source is None or not data:
         raise ConfigError(
-            "Give a configuration and trajectories: agentfly sft CONFIG.yaml RUN_DIR. RUN_DIR holds trajectories, for "
-            "instance of agentfly rollout CONFIG.yaml policy=oracle. To continue: agentfly sft --resume RUN RUN_DIR."
+            "Name a configuration and trajectories: agentfly sft CONFIG.yaml RUN_DIR. RUN_DIR contains trajectories, "
+            "for instance from agentfly rollout CONFIG.yaml policy=oracle. To continue: agentfly sft --resume RUN "
+            "RUN_DIR."
         )
     warn_unused_overrides(overrides, "sft")
     config = load_config(source, overrides)
@@ -93,7 +94,7 @@ def _table(result: SFTResult) -> Table:
     rows: list[tuple[str, str]] = [
         ("trajectories learned from, by their own ids", str(examples.sampled)),
         ("trajectories learned from, rendered for this model", str(examples.rendered)),
-        *((f"left out: {cause.replace('_', ' ')}", str(count)) for cause, count in sorted(examples.excluded.items())),
+        *((f"excluded: {cause.replace('_', ' ')}", str(count)) for cause, count in sorted(examples.excluded.items())),
         ("rows learned", str(len(examples.rows))),
         ("rows held out", str(len(examples.held_out))),
         ("updates", str(result.updates)),

@@ -27,13 +27,13 @@ def audit(
     ],
     model: Annotated[
         str | None,
-        typer.Option(help="Whose tokenizer sampled them; that of the run's configuration or settings if not given."),
+        typer.Option(help="The model that sampled the tokens; by default the model of the run."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Re-tokenize a run's text, as systems that pass text around do, and count the tokens that would have changed.
+    """Re-tokenize a run's text, as systems that exchange text do, and count the tokens that would have changed.
 
-    The stored ids are checked too. The exit code is 1 if they are not those that were sampled.
+    The stored ids are checked too. The exit code is 1 if they differ from the sampled ids.
     """
     from rich.console import Console
 
@@ -48,12 +48,12 @@ def audit(
     tokenizer = HFTokenizer.load(resolve_model(model))
     found = audit_tokens((one for path in files for one in load_trajectories(path)), tokenizer)
     if not found.trajectories:
-        raise ConfigError(f"No trajectory of {source} holds token ids, so there is nothing to audit.")
+        raise ConfigError(f"No trajectory of {source} has token ids, so there is nothing to audit.")
     if found.is_wrong_tokenizer:
         raise ConfigError(
-            f"The ids of {found.mismatched_turns} of {found.turns} turns do not spell their text, so they are not of "
-            f"the tokenizer of {model}. Name the model that sampled them: --model NAME. What a ScriptedPolicy said "
-            "has its ByteTokenizer, and is audited in Python: agentfly.evaluation.token_audit.audit_tokens."
+            f"The ids of {found.mismatched_turns} of {found.turns} turns do not decode to their text, so the tokenizer "
+            f"of {model} did not make them. Name the model that sampled them: --model NAME. A ScriptedPolicy has its "
+            "own ByteTokenizer; audit it in Python: agentfly.evaluation.token_audit.audit_tokens."
         )
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2, ensure_ascii=False))
@@ -69,7 +69,7 @@ def audit(
             )
     if found.faults:
         raise TokenInvariantError(
-            f"{len(found.faults)} faults in the ids that were kept, which are not what was sampled: "
+            f"{len(found.faults)} faults in the stored ids, which differ from the sampled ids: "
             + "; ".join(found.faults[:5])
         )
 
@@ -98,7 +98,7 @@ def _model(source: Path, files: Sequence[Path]) -> str:
         home = config if config.is_file() else source
         raise ConfigError(f"{home} does not tell which model this is ({error}). Say it: --model NAME.") from error
     if len(models) > 1:
-        raise ConfigError(f"{source} holds rollouts of {', '.join(sorted(models))}. Name a file of one of them.")
+        raise ConfigError(f"{source} has rollouts of {', '.join(sorted(models))}. Name a file of one of them.")
     return models.pop()
 
 
@@ -114,7 +114,5 @@ def _table(found: TokenAudit) -> Table:
         ("sampled tokens", found.sampled_tokens, found.drifted_tokens, found.drifted_token_share),
     ):
         table.add_row(name, f"{total:,}", f"{drifted:,}", f"{share:.2%}")
-    table.add_row(
-        "ids that were kept", f"{found.sampled_tokens:,}", *(("faulty", "") if found.faults else ("0", "0 %"))
-    )
+    table.add_row("stored ids", f"{found.sampled_tokens:,}", *(("faulty", "") if found.faults else ("0", "0 %")))
     return table

@@ -26,7 +26,7 @@ def train(
         typer.Option(
             metavar="RUN_DIR",
             help="Resume a run from its last checkpoint; fields to override may follow, such as "
-            "training.steps=200 to make it longer.",
+            "training.steps=200 to extend it.",
         ),
     ] = None,
 ) -> None:
@@ -41,13 +41,15 @@ def train(
         run_training(load_config(run.config_file, words), resumed=run)
         return
     if not words:
-        raise ConfigError("Say what to train: agentfly train CONFIG.yaml, or agentfly train --resume RUN_DIR.")
+        raise ConfigError(
+            "Name a configuration or a run: agentfly train CONFIG.yaml, or agentfly train --resume RUN_DIR."
+        )
     warn_unused_overrides(words, "train")
     run_training(load_config(Path(words[0]), words[1:]))
 
 
 def new_run(config: RunConfig) -> RunDirectory:
-    """Create the directory of a new run, where the configuration says."""
+    """Create the directory of a new run: the configured one, or one named after the time."""
     from agentfly.core.run_directory import RunDirectory
 
     if config.run_dir is None:

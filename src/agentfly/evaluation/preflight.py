@@ -86,9 +86,9 @@ def check_definitions(agent: Agent, tasks: Tasks, reward: AnyReward | None = Non
 
 
 async def check(agent: Agent, tasks: Tasks, **settings: Any) -> list[CheckResult]:
-    """Run a preflight and return all its results. Arguments and errors are those of `preflight`."""
+    """Run a preflight and return all its results. Arguments and errors are the same as for `preflight`."""
     reject_unknown_arguments("check", settings, signature(preflight).parameters)
-    return [finding async for finding in preflight(agent, tasks, **settings)]
+    return [result async for result in preflight(agent, tasks, **settings)]
 
 
 async def preflight(
@@ -135,13 +135,13 @@ async def preflight(
     rows = to_tasks(tasks)
     held_out = [] if eval_tasks is None else to_tasks(eval_tasks)
     found = check_definitions(agent, [*rows, *held_out], reward)
-    for finding in found:
-        yield finding
+    for result in found:
+        yield result
     if held_out:
         shared = shared_tasks(rows, held_out)
         detail = shared or f"{len(held_out)}, none of them trained on"
         yield CheckResult("held-out tasks", True, detail, suspicious=bool(shared))
-    if not all(finding.ok for finding in found):
+    if not all(result.ok for result in found):
         return  # the next checks would fail for the same reason
     async with AsyncExitStack() as stack:
         if engine is None:
@@ -153,8 +153,8 @@ async def preflight(
         make = policy or partial(load_policy, agent.model)
         for parts in (trial.run_oracle(oracle, played), trial.run_idle_agent(played), trial.check_model(make, played)):
             async with aclosing(parts):
-                async for finding in parts:
-                    yield finding
+                async for result in parts:
+                    yield result
 
 
 @dataclass(frozen=True)
@@ -232,8 +232,8 @@ class _PreflightRun:
         for trajectory in ended if self.reward is not None else ():
             assert self.reward is not None
             found = _score(f"score of {self.reward.name} for an idle agent", trajectory, "an agent that does nothing")
-            doubt = _idle_warning(trajectory, played) if found.ok else ""
-            yield replace(found, detail=found.detail + doubt, suspicious=bool(doubt))
+            warning = _idle_warning(trajectory, played) if found.ok else ""
+            yield replace(found, detail=found.detail + warning, suspicious=bool(warning))
 
     async def _roll_out(self, script: Script | Sequence[str]) -> Trajectory:
         agent = self.agent
@@ -362,22 +362,22 @@ def _ended(trajectory: Trajectory) -> str:
     return f"{len(trajectory.turns)} turns, ended as {trajectory.finish_reason}"
 
 
-def _score(what: str, trajectory: Trajectory, whose: str) -> CheckResult:
+def _score(what: str, trajectory: Trajectory, played_by: str) -> CheckResult:
     failure, seconds = trajectory.reward_failure, trajectory.seconds.get("reward", 0.0)
     if failure is not None:
-        return CheckResult(what, False, f"None for {whose}. {failure.message}", seconds)
+        return CheckResult(what, False, f"None for {played_by}. {failure.message}", seconds)
     if trajectory.reward is None:
-        return CheckResult(what, False, f"None for {whose}: there was no turn to score.", seconds)
-    return CheckResult(what, True, f"{trajectory.reward:g} for {whose}", seconds)
+        return CheckResult(what, False, f"None for {played_by}: no turn to score.", seconds)
+    return CheckResult(what, True, f"{trajectory.reward:g} for {played_by}", seconds)
 
 
 def _idle_warning(idle: Trajectory, played: Sequence[Trajectory]) -> str:
     """Return a warning if the score of an idle agent is probably not intended; else an empty string."""
-    cure = "If that is not intended, fix the task or the reward: nothing can be learned from it."
+    remedy = "If that is not intended, fix the task or the reward: nothing can be learned from it."
     if is_success(idle):
-        return f", which counts as solved before anything is done. {cure}"
+        return f", which counts as solved before anything is done. {remedy}"
     assert idle.reward is not None
     for oracle in played:
         if oracle.reward is not None and idle.reward >= oracle.reward:
-            return f", no less than the {oracle.reward:g} of the oracle. {cure}"
+            return f", no less than the {oracle.reward:g} of the oracle. {remedy}"
     return ""

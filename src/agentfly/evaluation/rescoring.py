@@ -71,7 +71,7 @@ async def _score_all(
     events: EventStream,
     slots: asyncio.Semaphore,
 ) -> None:
-    async def alone(trajectory: Trajectory) -> None:
+    async def score_one(trajectory: Trajectory) -> None:
         async with slots:
             context = Context(trajectory, engine, ended=True)
             try:
@@ -85,7 +85,7 @@ async def _score_all(
 
     async with asyncio.TaskGroup() as scores:
         for trajectory in trajectories:
-            scores.create_task(alone(trajectory))
+            scores.create_task(score_one(trajectory))
     if isinstance(reward, GroupReward):
         groups: dict[str, list[Trajectory]] = {}
         for trajectory in trajectories:

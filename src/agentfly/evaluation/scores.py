@@ -95,7 +95,7 @@ class EvaluationScores(Brief):
     def reward(self) -> Estimate | None:
         """Return the mean reward, with an interval clustered by task; None if nothing counts.
 
-        The interval is that of a share if all rewards are between 0 and 1, else Student's t.
+        It is an interval of a share if all rewards are between 0 and 1, else Student's t.
         """
         if not self.scored:
             return None
@@ -108,9 +108,9 @@ class EvaluationScores(Brief):
         return proportion_over_tasks([scores.successes for scores in self.scored]) if self.scored else None
 
     def pass_at(self, k: int) -> Estimate | None:
-        """Return pass@k over the tasks with at least ``k`` counted attempts; None if there is no such task.
+        """Return pass@k over the tasks with at least ``k`` counted attempts; None without such tasks.
 
-        The interval is that of a share, clustered by task.
+        The interval is for a share, clustered by task.
         """
         return self._of_k(k, TaskScores.pass_at)
 
@@ -196,7 +196,7 @@ class PairedDifference:
 
     Attributes:
         first, second: the means over the tasks.
-        difference: second minus first, paired by task. The interval is that of a difference of shares if all numbers
+        difference: second minus first, paired by task. It is an interval of a difference of shares if all numbers
             are between 0 and 1, else Student's t over the tasks' differences.
         wins, ties, losses: number of tasks whose mean in the second evaluation is above, equal to, and below the first.
     """

@@ -45,7 +45,7 @@ def mean_over_tasks(scores: Sequence[Sequence[float]]) -> Estimate:
     """Return the mean over tasks of the mean of their attempts, with Student's t interval over the tasks.
 
     Source: Miller, Adding Error Bars to Evals, https://arxiv.org/abs/2411.00640, section 2.2, with the t distribution
-    in place of the normal one, for few tasks.
+    instead of the normal one, for few tasks.
 
     Args:
         scores: for each task, the scores of its attempts, at least one; at least one task.
@@ -75,7 +75,7 @@ def proportion_over_tasks(successes: Sequence[Sequence[float]], *, attempts: int
     Args:
         successes: for each task, whether its attempts succeeded, or numbers between 0 and 1; at least one attempt of at
             least one task.
-        attempts: number of attempts that the numbers were made from; as many as there are numbers if not given.
+        attempts: number of attempts that the numbers were made from; by default the number of numbers.
     """
     means = [math.fsum(task) / len(task) for task in successes]
     count, attempts = len(means), attempts or sum(map(len, successes))
@@ -90,9 +90,9 @@ def proportion_over_tasks(successes: Sequence[Sequence[float]], *, attempts: int
 def difference_of_shares(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Estimate:
     """Return how much the second of two shares over the same tasks is above the first, with a paired interval.
 
-    The interval combines those of the two shares (`proportion_over_tasks`), and is narrower if the shares of the tasks
-    are correlated. It stays within -1 and 1, and has a width even if no task differs. In simulations of 2 to 100 tasks
-    with 1 to 8 attempts, it contained the true difference at least as often as Student's t, within chance.
+    The interval combines the intervals of the two shares (`proportion_over_tasks`). It is narrower if the shares of the
+    tasks are correlated. It stays within -1 and 1, and has a width even if no task differs. In simulations of 2 to 100
+    tasks with 1 to 8 attempts, it contained the true difference at least as often as Student's t, within chance.
 
     Source: Newcombe, Improved confidence intervals for the difference between binomial proportions based on paired
     data, 1998, method 10; for clustered shares: Zou and Donner, Construction of confidence limits about effect

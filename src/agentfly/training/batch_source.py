@@ -106,7 +106,7 @@ class StepBatch:
 
 
 async def collect_step_batch(source: GroupSource, cursor: int, config: TrainConfig, *, steps_left: int) -> StepBatch:
-    """Collect the groups of the step that begins at ``cursor``, in task order.
+    """Collect the groups of the step that starts at ``cursor``, in task order.
 
     While a step is collected, groups of the next ``max_staleness`` steps may also run. A group that starts under the
     current weights is trained at most ``max_staleness`` updates later, because steps consume groups in task order.

@@ -107,7 +107,7 @@ class Checkpoints:
         if damages:
             raise ConfigError(
                 f"No checkpoint in {self._directory} is as it was written: {'; '.join(damages)}. Bring the files back, "
-                "or begin a new run in another directory."
+                "or start a new run in another directory."
             )
         return None
 
@@ -195,7 +195,7 @@ def find_damage(path: Path) -> str:
     try:
         expected = [line.split("  ", 1) for line in sums.read_text(encoding="utf-8").splitlines()]
         if any(len(parts) != 2 for parts in expected):
-            raise ValueError("a line holds no sum and name")
+            raise ValueError("a line has no checksum and file name")
     except FileNotFoundError:
         return f"{CHECKSUM_FILE} is missing"
     except (OSError, ValueError) as error:
@@ -283,7 +283,9 @@ def read_state(path: Path, name: str, parse: Callable[[dict[str, Any]], T]) -> T
     """
     file = path / "trainer" / name
     if not file.is_file():
-        raise ConfigError(f"{path} holds a model but not the state of a run: {file} is missing. Resume another one.")
+        raise ConfigError(
+            f"{path} holds a model but not the state of a run: {file} is missing. Resume another checkpoint."
+        )
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
         if value.pop("format") == FORMAT:

@@ -28,7 +28,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 
 class ExportMismatch(PrerequisiteError):
-    """The exported model gives other log-probs than the checkpoint. It was removed."""
+    """The exported model has other log-probs than the checkpoint. It was removed."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def export(
         to: the new directory; an existing one must be empty.
         step: the checkpoint of a run.
         adapter: write only the adapter, in peft's format.
-        dtype: number format of the weights; ``auto`` keeps that of the checkpoint.
+        dtype: number format of the weights; ``auto`` keeps the format of the checkpoint.
 
     Raises:
         ConfigError: there is no such run or checkpoint, the directory is not empty, or there is no adapter.
@@ -77,10 +77,10 @@ def export(
     """
     checkpoint, target = _checkpoint(Path(source), step), Path(to).resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} is there already. Name a directory that is not there yet, or is empty.")
+        raise ConfigError(f"{target} exists and is not empty. Choose a new or an empty directory.")
     base = base_of(checkpoint)
     if adapter and base is None:
-        raise ConfigError(f"{checkpoint} holds a whole model and no adapter. Leave out --adapter (adapter=True).")
+        raise ConfigError(f"{checkpoint} contains a whole model and no adapter. Leave out --adapter (adapter=True).")
     if adapter and dtype != "auto":
         raise ConfigError("An adapter alone keeps its number format. Leave out --dtype, or --adapter.")
     model = load_model(checkpoint, torch.device("cpu"), torch.float32)
@@ -99,7 +99,7 @@ def export(
         difference = float((found - expected).abs().max())
         if not difference <= _TOLERANCE[written_as]:
             raise ExportMismatch(
-                f"What was written of {checkpoint} gives other log-probs than the checkpoint, by up to "
+                f"The model exported from {checkpoint} has other log-probs than the checkpoint: they differ by up to "
                 f"{difference:.3g} in {written_as}. It was removed again. Try dtype=float32, which loses nothing."
             )
     return ExportResult(target, checkpoint, adapter, base if adapter else None, difference)
@@ -118,7 +118,7 @@ def _checkpoint(source: Path, step: int | None) -> Path:
     checkpoints = Checkpoints(RunDirectory(source).checkpoints, keep=1)
     saved = dict(checkpoints.saved())
     if not saved:
-        raise ConfigError(f"{source} holds neither a model nor a checkpoint. Name a run that has saved one.")
+        raise ConfigError(f"{source} contains neither a model nor a checkpoint. Name a run that has saved one.")
     if step is not None and step not in saved:
         raise ConfigError(f"{source} has no checkpoint of step {step}. It has {', '.join(map(str, saved))}.")
     if step is None and (sound := checkpoints.latest_valid()) is not None:
@@ -127,7 +127,7 @@ def _checkpoint(source: Path, step: int | None) -> Path:
 
 
 def _written_dtype(dtype: DType, weights: Path) -> torch.dtype:
-    """Return the requested number format, or that of the stored weights."""
+    """Return the requested number format, or the format of the stored weights."""
     if dtype != "auto":
         return choose_dtype(dtype, torch.device("cpu"))
     from transformers import AutoConfig
@@ -159,7 +159,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         yield draft
-        for path in draft.iterdir():  # safetensors writes for the owner alone
+        for path in draft.iterdir():  # safetensors makes them readable by the owner only
             path.chmod(draft.stat().st_mode & 0o666)
         if target.is_dir():
             target.rmdir()

@@ -98,7 +98,7 @@ class Journal:
         if found.trajectory.task.canonical_json != group.task.canonical_json:
             raise ConfigError(
                 f"The rollouts in {self._directory} cannot be resumed: the task {group.task.id!r} has changed. "
-                "Give changed tasks another id, or begin a new run."
+                "Give changed tasks another id, or start a new run."
             )
         return found
 
@@ -137,7 +137,7 @@ class Journal:
             except (ConfigError, ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ConfigError(
                     f"The run cannot be resumed: {path}, line {number} is not a stored rollout "
-                    f"({describe_error(error)}). Remove that line, and the rollout is run again."
+                    f"({describe_error(error)}). Remove that line; the rollout is then run again."
                 ) from error
             found[trajectory.attempt] = StoredRollout(trajectory, scored)
         return {attempt: finished for attempt, finished in found.items() if has_finished(finished.trajectory)}

@@ -68,8 +68,8 @@ def _singleton_fraction(rows: Sequence[Row]) -> float:
     taken = Counter(
         (row.group_id, turn.anchor) for row in rows if not row.agent for turn in row.turns if turn.kind == "act"
     )
-    alone = sum(number if not anchor else number == 1 for (_, anchor), number in taken.items())
-    return alone / max(taken.total(), 1)
+    singletons = sum(number if not anchor else number == 1 for (_, anchor), number in taken.items())
+    return singletons / max(taken.total(), 1)
 
 
 DISPATCHED, TRAINED = "rollout_seconds/dispatched", "rollout_seconds/trained"

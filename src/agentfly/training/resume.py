@@ -47,9 +47,9 @@ def how_to_go_further(setting: str, ends_by: str, run: RunDirectory) -> str:
         run: the run.
     """
     if not ends_by:
-        return f"go further with {setting}=…"
+        return f"to extend it, set a larger {setting}"
     return (
-        f"{ends_by}, so it cannot be made longer. To learn more, begin a new run with "
+        f"{ends_by}, so it cannot be extended. To train further, start a new run with "
         f"model=CHECKPOINT, one of those in {run.checkpoints}"
     )
 
@@ -77,30 +77,30 @@ def require_same_run(saved: TrainerState, now: TrainerState) -> None:
         *describe_differences({"the curriculum": saved.curriculum}, {"the curriculum": now.curriculum}),
     ]
     if saved.tasks != now.tasks:
-        others.append("the tasks, or their order in the data set, are others")
+        others.append("the tasks, or their order in the data set, have changed")
     if others:
         raise ConfigError(
-            f"The run cannot be resumed with other settings than it was begun with: {'; '.join(others)}. "
-            "Put them back, or begin a new run in another directory."
+            f"The run cannot be resumed with other settings than it was started with: {'; '.join(others)}. "
+            "Restore them, or start a new run in another directory."
         )
 
 
-def can_resume(run: RunDirectory, begun: dict[str, Any] | None, now: TrainerState) -> bool:
+def can_resume(run: RunDirectory, started_with: dict[str, Any] | None, now: TrainerState) -> bool:
     """Return whether a run without a checkpoint has rollouts to reuse; otherwise it starts from scratch.
 
     Args:
         run: the run's directory.
-        begun: the `TrainerState` that the run was started with, as plain values; None if unknown.
+        started_with: the `TrainerState` that the run was started with, as plain values; None if unknown.
         now: the state that it would be resumed with.
 
     Raises:
         ConfigError: it has rollouts, and was started with other settings that affect learning.
     """
     rollouts = any(run.trajectories.glob("*.jsonl")) or any(run.journal.glob("*.jsonl"))
-    if begun is None or not rollouts:
+    if started_with is None or not rollouts:
         return False
     try:
-        state = trainer_state_from(begun)
+        state = trainer_state_from(started_with)
     except (KeyError, TypeError):
         return False  # written by another version
     require_same_run(state, now)

@@ -177,8 +177,9 @@ class ReplaySource:
         tasks = [task.id for task in self._order.take(number, 1)]
         if not group or [group[0].task.id] != tasks:
             raise ConfigError(
-                f"The rollouts of step {self._step} are not those of this run: at place {number} of the order of tasks "
-                f"they have {group[0].task.id if group else 'nothing'!r}, and not {tasks[0]!r}. Begin a new run."
+                f"The saved rollouts of step {self._step} do not belong to this run: at index {number} of the task "
+                f"order they have {group[0].task.id if group else 'nothing'!r} instead of {tasks[0]!r}. Start a new "
+                "run."
             )
         return RolloutGroup(number, group, self._greedy[number][0] if number in self._greedy else None)
 

@@ -144,7 +144,7 @@ class RowBatch(Brief):
     """The rows of a batch of trajectories, and the numbers of excluded trajectories.
 
     Attributes:
-        rows: the rows; those of one group are consecutive.
+        rows: the rows; rows of one group are consecutive.
         excluded: number of trajectories without a row, by cause: ``unscored``, ``infrastructure``, ``no_tokens`` (the
             tokens of a turn are unknown), ``untrainable`` (see `Trajectory.untrainable_reason`), ``no_sampled_tokens``,
             ``no_logprobs``.

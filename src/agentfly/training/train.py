@@ -99,7 +99,7 @@ async def train_async(
 ) -> TrainResult:
     """Train an agent's policy from code in an event loop, such as a notebook.
 
-    Arguments, files and errors are those of `train`. Cancellation stops the run cleanly.
+    Arguments, files and errors are the same as for `train`. Cancellation stops the run cleanly.
     """
     effective_config = _merge_settings(config, settings)
     if resume and run_dir is None:
@@ -137,7 +137,7 @@ def _merge_settings(config: TrainConfig | None, settings: Mapping[str, Any]) -> 
     if config is None:
         return TrainConfig(**settings)
     if not isinstance(config, TrainConfig):
-        raise ConfigError(f"config is {type_of(config)}, and has to be a TrainConfig.")
+        raise ConfigError(f"config is {type_of(config)}; it must be a TrainConfig.")
     if not settings:
         return config
     return config.replaced(settings)
@@ -149,6 +149,6 @@ def _require_no_loop() -> None:
     except RuntimeError:
         return
     raise UsageError(
-        "train() waits for the end of the run and cannot be called inside an event loop, as in a notebook or an async "
-        "function. There, write `await af.train_async(…)` with the same arguments."
+        "train() blocks until the run ends and cannot be called inside an event loop, as in a notebook or an async "
+        "function. Use `await af.train_async(…)` there, with the same arguments."
     )

@@ -26,9 +26,9 @@ def require_rows(batch: RowBatch) -> None:
     if not batch.rows:
         causes = ", ".join(f"{number} {cause.replace('_', ' ')}" for cause, number in sorted(batch.excluded.items()))
         raise UsageError(
-            f"No rollout of this step can be trained on: {causes}. A rollout is unscored where it ended before its "
-            "first turn, for instance because its prompt is longer than the policy's context; rollouts without "
-            "log-probs need a policy that returns them; those that are cut off need a larger max_row_tokens."
+            f"No rollout of this step can be trained on: {causes}. A rollout is unscored if it ended before its first "
+            "turn, for instance because its prompt is longer than the policy's context. Rollouts without log-probs "
+            "need a policy that returns them. Truncated rollouts need a larger max_row_tokens."
         )
 
 
@@ -38,17 +38,19 @@ def require_advantages(advantages: Advantages, rows: Sequence[Row], algorithm: s
     Raises:
         UsageError: the shapes differ.
     """
-    wanted = [(len(row.targets),) for row in rows]
-    for judged in (advantages.values, advantages.returns):
-        shapes = wanted if judged is None else [np.shape(one) for one in judged]
-        if shapes != wanted:
-            found = next((pair for pair in zip(shapes, wanted, strict=False) if pair[0] != pair[1]), None)
+    expected = [(len(row.targets),) for row in rows]
+    for values in (advantages.values, advantages.returns):
+        shapes = expected if values is None else [np.shape(one) for one in values]
+        if shapes != expected:
+            found = next((pair for pair in zip(shapes, expected, strict=False) if pair[0] != pair[1]), None)
             what = (
-                f"{len(shapes)} rows of {len(wanted)}" if found is None else f"shape {found[0]} where it is {found[1]}"
+                f"values for {len(shapes)} of {len(expected)} rows"
+                if found is None
+                else f"an array of shape {found[0]} where the shape must be {found[1]}"
             )
             raise UsageError(
-                f"The algorithm {algorithm!r} judged {what}. It has to return an array for each row of the evidence, "
-                "with a number for each of its sampled tokens (row.targets)."
+                f"The algorithm {algorithm!r} returned {what}. It must return one array per row, with one number per "
+                "sampled token (row.targets)."
             )
 
 
@@ -65,13 +67,13 @@ def require_reward_source(agent: Agent, reward: AnyReward, *, greedy: bool) -> N
     """
     if reward is tool_rewards and not agent.tools:
         raise ConfigError(
-            "Nothing scores the rollouts: there is no reward, and the agent has no tools that could give one. "
-            "Give reward=..., a function with @reward above it."
+            "Nothing scores the rollouts: there is no reward, and the agent has no tools that could return one. "
+            "Pass reward=..., a function decorated with @reward."
         )
     if greedy and isinstance(reward, GroupReward):
         raise ConfigError(
             f"The algorithm's baseline is the score of one greedy rollout, and {reward.name} scores the attempts of a "
-            "group by comparing them. Give a reward that scores each rollout, or choose another algorithm."
+            "group by comparing them. Pass a reward that scores each rollout, or choose another algorithm."
         )
 
 
@@ -81,17 +83,17 @@ def require_evaluations(config: TrainConfig, eval_tasks: Sequence[Task]) -> None
     Raises:
         ConfigError: there are none, or ``eval_metric`` is not a metric of evaluations.
     """
-    asks = (
-        "early_stop looks at what evaluations find"
+    reason = (
+        "early_stop needs evaluations"
         if config.early_stop is not None
-        else "keep_best looks at what evaluations find"
+        else "keep_best needs evaluations"
         if config.keep_best
-        else f"eval_every_steps={config.eval_every_steps} asks for evaluations"
+        else f"eval_every_steps={config.eval_every_steps} needs evaluations"
         if config.eval_every_steps is not None
         else ""
     )
-    if asks and not eval_tasks:
-        raise ConfigError(f"{asks}, and there are no held-out tasks. Give eval_tasks.")
+    if reason and not eval_tasks:
+        raise ConfigError(f"{reason}, and there are no held-out tasks. Pass eval_tasks.")
     metric = config.eval_metric
     if metric not in METRIC_NAMES and not metric.startswith(METRIC_PREFIXES):
         known = [*METRIC_NAMES, *(f"{group}…" for group in METRIC_PREFIXES)]
@@ -105,18 +107,18 @@ def training_temperature(agent: Agent, config: TrainConfig) -> float:
         ConfigError: the agent's sampling settings give log-probs that an update cannot reproduce.
     """
     trained = [agent, *(one for one in agent.subagents if one.model == agent.model)]
-    cutting = next((one for one in trained if one.top_p < 1.0 or one.top_k > 0), None)
-    if cutting is not None:
+    truncating = next((one for one in trained if one.top_p < 1.0 or one.top_k > 0), None)
+    if truncating is not None:
         raise ConfigError(
-            f"{'The agent' if cutting is agent else 'A subagent'} samples with top_p={cutting.top_p} and "
-            f"top_k={cutting.top_k}. Tokens that are sampled from a cut "
-            "distribution have log-probs that differ from the model's own, which would be trained as if the policy "
-            "had changed. Train with top_p=1 and top_k=0; lower the temperature instead."
+            f"{'The agent' if truncating is agent else 'A subagent'} samples with top_p={truncating.top_p} and "
+            f"top_k={truncating.top_k}. The log-probs of a truncated distribution differ from the model's own. "
+            "Training would treat the difference as a change of the policy. Train with top_p=1 and top_k=0; lower "
+            "the temperature instead."
         )
     temperature = agent.temperature if config.temperature is None else config.temperature
     if temperature <= 0:
         raise ConfigError(
-            "The agent's temperature is 0, so that all attempts at a task would be the same. "
+            "The agent's temperature is 0, so all attempts at a task would be the same. "
             "Set the training setting temperature, for instance to 1."
         )
     return temperature

@@ -106,7 +106,7 @@ def _no_learning_reason(metrics: dict[str, float]) -> str:
     if metrics.get("mismatch/masked_fraction", 0.0) == 1.0:
         return "rollout correction left out every token"
     if metrics.get("advantages/zero_fraction", 1.0) < 1.0:
-        return "the critic learned alone (critic.warmup_steps)"
+        return "only the critic was trained (critic.warmup_steps)"
     if equal:
         return _EQUAL_SCORES
     if metrics.get("rows", 1.0) == 0.0 and metrics.get("excluded/no_baseline", 0.0) > 0.0:

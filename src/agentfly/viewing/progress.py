@@ -35,8 +35,8 @@ class ConsoleProgress:
     """A subscriber that shows a run: live on a terminal, else one line per step.
 
     Args:
-        console: where to show it; standard error by default, so that standard output holds results alone.
-        live: whether to draw live; None asks the console whether it is a terminal.
+        console: where to show it; standard error by default, so that standard output has only results.
+        live: whether to draw live; None draws live if the console is a terminal.
     """
 
     def __init__(self, console: Console | None = None, *, live: bool | None = None) -> None:
@@ -89,8 +89,8 @@ class ConsoleProgress:
             case TrainingStarted() if event.start_step >= event.steps:
                 return _ended(event.start_step, event.further)
             case TrainingStarted():
-                begun = f" from step {event.start_step}" if event.start_step else ""
-                line = f"training {pluralize(event.steps, 'step')}{begun} of {state.model}; files in {event.run_dir}"
+                start = f" from step {event.start_step}" if event.start_step else ""
+                line = f"training {pluralize(event.steps, 'step')}{start} of {state.model}; files in {event.run_dir}"
                 return "\n".join([line, *_dtype_note(event.dtype)])
             case StepFinished():
                 left = state.seconds_left()
@@ -235,7 +235,7 @@ def _ended(step: int, further: str) -> str:
 
 
 def _findings(metrics: dict[str, float], scoring_error: str) -> list[str]:
-    """Return the findings about one step alone."""
+    """Return the findings about one step."""
     diagnostics = TrainingDiagnostics()
     diagnostics.add(metrics, scoring_error)
     return diagnostics.messages()

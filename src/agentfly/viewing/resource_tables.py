@@ -28,8 +28,8 @@ def resource_tables(runs: Sequence[LiveRun]) -> RenderableType:
     left = [entry for run in dead for entry in run.started]
     unreachable = [entry for entry in left if entry.unreachable_since is not None]
     if reapable := len(left) - len(unreachable):
-        whose = f"process {dead[0].pid}, which is dead" if len(dead) == 1 else f"{len(dead)} processes, which are dead"
-        what = f"{pluralize(reapable, 'instance')} left behind by {whose}: agentfly resources reap removes "
+        owners = f"process {dead[0].pid}, which is dead" if len(dead) == 1 else f"{len(dead)} processes, which are dead"
+        what = f"{pluralize(reapable, 'instance')} left by {owners}: agentfly resources reap removes "
         parts.append(Text(what + ("it" if reapable == 1 else "them"), style="yellow"))
     if unreachable:
         addresses = list(dict.fromkeys(_address(entry.traces) for entry in unreachable))
@@ -39,7 +39,7 @@ def resource_tables(runs: Sequence[LiveRun]) -> RenderableType:
 
 
 def _address(traces: Mapping[str, Any]) -> str:
-    """Return the address in traces, or in those of one backend; without an address, all traces as text."""
+    """Return the address in traces, or in the traces of one backend; without an address, all traces as text."""
     for one in (traces, *traces.values()):
         if isinstance(one, Mapping) and one.get("address"):
             return str(one["address"])

@@ -65,7 +65,7 @@ def _prompt(trajectory: Trajectory) -> list[Message]:
 
 
 def _append_conversation(text: Text, turns: Sequence[Turn], name: str, max_lines: int, *, indent: int) -> set[int]:
-    """Append the turns of one conversation, and those of subagents below the calls that they answer.
+    """Append the turns of one conversation, and the turns of subagents below the calls that they answer.
 
     Returns the numbers of all appended turns.
     """
@@ -102,7 +102,7 @@ def _append_turn(text: Text, turn: Turn, max_lines: int, *, indent: int, note: s
     text.append(f"{' ' * indent}turn {turn.index + 1}{agent}{what}", _LABEL)
     limit = "" if turn.ended_by_model else ", cut by a limit"
     reward = "" if turn.reward is None else f", reward {turn.reward:g}"
-    tokens = f"{turn.stop - turn.start} tokens" if turn.sequence >= 0 else "untold tokens"
+    tokens = f"{turn.stop - turn.start} tokens" if turn.sequence >= 0 else "unknown tokens"
     by = f", by {escape_control_characters(turn.other_model)}" if turn.other_model else ""
     text.append(f"  {tokens} in {turn.generation_seconds:.2f} s{by}{limit}{note}{reward}\n", _QUIET)
     if turn.reasoning and turn.reasoning not in turn.text:
@@ -119,7 +119,7 @@ def _append_call(text: Text, result: ToolRecord, indent: int) -> None:
         )
         shown = f"{shown}({arguments})"
     if result.failure is not None and result.failure.kind in INVALID_CALL_KINDS:
-        shown += " (not executed)"  # the observation says why
+        shown += " (not executed)"  # the observation has the reason
     text.append(f"{' ' * indent}→ ", "bold")
     text.append(escape_control_characters(shown), "red" if result.failure else "bold")
     reward = "" if result.reward is None else f", reward {result.reward:g}"

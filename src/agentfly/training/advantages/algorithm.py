@@ -14,7 +14,7 @@ from agentfly.core.json_values import Brief
 from agentfly.training.config.groups import AdvantageConfig
 from agentfly.training.rows import Row
 
-if TYPE_CHECKING:  # the names of the algorithms are wanted where numpy is not installed, too
+if TYPE_CHECKING:  # the names of the algorithms are also needed where numpy is not installed
     import numpy as np
     from numpy.typing import NDArray
 

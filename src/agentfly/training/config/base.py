@@ -63,7 +63,7 @@ SETTING_HINTS: Mapping[str, str] = {
         ),
         (
             ("gradient_accumulation_steps", "micro_batch_size", "ppo_micro_batch_size_per_gpu"),
-            "Gradients are accumulated over as many parts as memory asks for: set micro_batch_tokens. It changes no "
+            "The batch is divided into micro-batches that fit into memory: set micro_batch_tokens. It changes no "
             "number.",
         ),
         (
@@ -72,7 +72,7 @@ SETTING_HINTS: Mapping[str, str] = {
         ),
         (
             ("num_train_epochs", "num_epochs", "epochs", "total_epochs"),
-            "A run is as long as steps says: set steps, to epochs times tasks divided by tasks_per_step. "
+            "A run is measured in steps: set steps to epochs times tasks divided by tasks_per_step. "
             "For several updates on the same rollouts set updates_per_step.",
         ),
         (
@@ -81,7 +81,7 @@ SETTING_HINTS: Mapping[str, str] = {
         ),
         (
             ("max_prompt_length", "max_seq_length", "max_length"),
-            "How long a sequence may be is a limit of the agent: Agent(max_sequence_tokens=…). What memory allows is "
+            "The length of a sequence is limited by the agent: Agent(max_sequence_tokens=…). The limit of memory is "
             "max_context_tokens.",
         ),
         (("top_p", "top_k", "min_p"), "How tokens are sampled is up to the agent: Agent(top_p=…, top_k=…)."),
@@ -94,7 +94,7 @@ SETTING_HINTS: Mapping[str, str] = {
     )
     for name in names
 }
-"""What to set in place of a training setting that has no counterpart of the same meaning."""
+"""Advice for training settings of other frameworks that have no counterpart with the same meaning."""
 
 SFT_SYNONYMS: Mapping[str, str] = {
     **{
@@ -118,7 +118,7 @@ SFT_SETTING_HINTS: Mapping[str, str] = {
     },
     **dict.fromkeys(
         ("max_steps", "num_steps", "steps", "total_steps", "total_training_steps"),
-        "A warm start is as long as epochs says: set epochs. An update learns rows_per_update rows.",
+        "A warm start is measured in epochs: set epochs. An update uses rows_per_update rows.",
     ),
     **dict.fromkeys(
         ("max_length", "max_seq_length"),
@@ -126,7 +126,7 @@ SFT_SETTING_HINTS: Mapping[str, str] = {
     ),
     "per_device_train_batch_size": "Set rows_per_update, the rows of an update, and micro_batch_tokens for memory.",
 }
-"""What to set in place of a setting of a warm start that has no counterpart of the same meaning."""
+"""Advice for warm-start settings of other frameworks that have no counterpart with the same meaning."""
 
 
 def resolve_synonyms(
@@ -140,8 +140,8 @@ def resolve_synonyms(
         synonyms: canonical names by synonym.
 
     Returns:
-        The settings, and what was renamed: the name here by the name that was written. A name is left as it is where
-        the setting is given under its own name too.
+        The settings, and the canonical names by the renamed ones. A name is not changed if the setting is also given
+        under its canonical name.
     """
     renamed: dict[str, Any] = dict(values)
     names: dict[str, str] = {}
@@ -149,27 +149,27 @@ def resolve_synonyms(
         if name in known or name not in synonyms:
             continue
         group, _, last = synonyms[name].rpartition(".")
-        place = renamed
+        target = renamed
         if group:
             inner = renamed.get(group)
             if not isinstance(inner, Mapping | None):
                 continue
-            place = dict(inner or {})
-        if last in place:
+            target = dict(inner or {})
+        if last in target:
             continue
-        place[last] = renamed.pop(name)
+        target[last] = renamed.pop(name)
         if group:
-            renamed[group] = place
+            renamed[group] = target
         names[name] = synonyms[name]
     return renamed, names
 
 
 def names_of_changed(change: Mapping[str, Any], synonyms: Mapping[str, str]) -> set[str]:
-    """The other names of the settings that a change sets, alone or with their whole group.
+    """Return the synonyms of the settings that a change sets, directly or with their whole group.
 
     Args:
-        change: settings under the names that they have here; groups are mappings.
-        synonyms: the settings by what they are called elsewhere.
+        change: settings under their canonical names; groups are mappings.
+        synonyms: canonical names by synonym.
     """
     changed = list(_dotted(change))
     return {
@@ -198,11 +198,11 @@ class BaseConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     GROUP: ClassVar[str] = ""
-    """What the group is called among the training settings, such as ``kl``; empty for the training settings."""
+    """Name of the group among the training settings, such as ``kl``; empty for the training settings themselves."""
     SYNONYMS: ClassVar[Mapping[str, str]] = {}
-    """The settings by what other frameworks call them; they are taken under these names too."""
+    """Canonical names by the names in other frameworks, which are accepted too."""
     SETTING_HINTS: ClassVar[Mapping[str, str]] = {}
-    """What to set in place of settings of other frameworks that have no counterpart of the same meaning."""
+    """Advice for settings of other frameworks that have no counterpart with the same meaning."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -238,10 +238,10 @@ class BaseConfig(BaseModel):
 
     @classmethod
     def refuse_misspelled(cls, function: Callable[..., Any], given: Iterable[str]) -> None:
-        """Refuse what is no setting and was likely meant for another argument of the function that takes settings.
+        """Refuse an unknown setting that is probably a misspelled argument of the function that takes the settings.
 
         Raises:
-            ConfigError: there is such an argument; the message has the one that was likely meant.
+            ConfigError: an argument has a similar name; the message contains it.
         """
         settings = [*cls.model_fields, *cls.SYNONYMS, *cls.SETTING_HINTS]
         arguments = [name for name in signature(function).parameters if name != "settings"]
@@ -252,7 +252,7 @@ class BaseConfig(BaseModel):
 
     @classmethod
     def _spellings(cls) -> dict[str, str]:
-        """The settings by all names that they may be given under, or that they have elsewhere."""
+        """Return the canonical names by all names that are accepted or used in other frameworks."""
         names = {name: name for name in cls.model_fields} | dict(cls.SYNONYMS)
         if cls.GROUP and not cls.SYNONYMS:  # a group within the training settings
             for other, meant in SYNONYMS.items():
@@ -267,7 +267,7 @@ class BaseConfig(BaseModel):
         within, spellings = f"{cls.GROUP}." if cls.GROUP else "", cls._spellings()
         if name in cls.SETTING_HINTS:
             return cls.SETTING_HINTS[name]
-        if name in cls.SYNONYMS:  # which is given under its own name, too
+        if name in cls.SYNONYMS:  # it is also given under its canonical name
             return f"It is called {within + cls.SYNONYMS[name]!r} here."
         near = nearest_name(name, spellings)
         if near is not None:
@@ -281,12 +281,12 @@ class BaseConfig(BaseModel):
         if detail["type"] == "extra_forbidden":
             return f"There is no training setting {name!r}. {cls._unknown(parts[-1])}"
         if not name:
-            return f"{brief(detail['input'])} holds no settings by their names."
+            return f"{brief(detail['input'])} is not a mapping from names of settings to values."
         if detail["type"] == "missing":
-            return f"{name} is needed and is missing."
+            return f"{name} is required and missing."
         if detail["type"] in ("model_type", "model_attributes_type") and not parts:
             return (
-                f"{name}={brief(detail['input'])}: this is a group of settings, of which some have to be given, such "
+                f"{name}={brief(detail['input'])}: this is a group of settings. Set one or more of them, such "
                 f"as {next(iter(cls.model_fields))}. There are: {', '.join(cls.model_fields)}."
             )
         return f"{name}={brief(detail['input'])}: {detail['msg'][:1].lower()}{detail['msg'][1:]}."

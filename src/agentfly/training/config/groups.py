@@ -130,7 +130,7 @@ class KLConfig(BaseConfig):
         if self.target_nats is not None and self.coefficient == 0:
             raise ConfigError(
                 f"kl.target_nats={self.target_nats} with kl.coefficient=0: what adapts is multiplied step by step, and "
-                "stays 0. Set kl.coefficient to where it begins, such as 0.01."
+                "stays 0. Set kl.coefficient to its initial value, such as 0.01."
             )
         if self.where == "reward" and self.gradient != "own":
             raise ConfigError(
@@ -138,7 +138,7 @@ class KLConfig(BaseConfig):
             )
         if self.where == "loss" and self.estimator == "k1" and self.gradient == "own" and self.coefficient > 0:
             raise ConfigError(
-                "kl.estimator=k1 with kl.where=loss: the gradient of k1 is 0 on average, and holds nothing back. Set "
+                "kl.estimator=k1 with kl.where=loss: the gradient of k1 is 0 on average, so it has no effect. Set "
                 "kl.gradient=k2, or kl.where=reward, or another estimator."
             )
         return self
@@ -165,7 +165,7 @@ class LoRAConfig(BaseConfig):
 
 
 class DynamicSamplingConfig(BaseConfig):
-    """Replaces groups whose rewards are all equal, which have no learning signal, by other tasks.
+    """Replaces groups without a learning signal, in which all rewards are equal, by groups of other tasks.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476, section 3.2.
     """
@@ -197,6 +197,6 @@ class OverlongConfig(BaseConfig):
         if self.buffer_tokens > self.max_tokens:
             raise ConfigError(
                 f"overlong.buffer_tokens={self.buffer_tokens} is more than overlong.max_tokens={self.max_tokens}: "
-                "the penalty would begin before the first token. Lower buffer_tokens."
+                "the penalty would start before the first token. Lower buffer_tokens."
             )
         return self

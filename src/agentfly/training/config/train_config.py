@@ -44,7 +44,7 @@ def reject_unused_settings(config: TrainConfig) -> None:
 
 
 def changed_settings(settings: BaseConfig, within: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings that differ from their defaults, including those of groups with a default."""
+    """Yield the settings that differ from their defaults, including settings of groups with a default."""
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
         if value != field.default:
@@ -59,10 +59,10 @@ def _unused_by_algorithm(config: TrainConfig) -> dict[str, str]:
     unused = {}
     for setting in type(config.advantage).model_fields:
         if setting not in algorithm.uses:
-            cure = algorithm.unused_setting_hints.get(setting) or _suggest(
+            remedy = algorithm.unused_setting_hints.get(setting) or _suggest(
                 other for other in ALGORITHMS if setting in ALGORITHMS[other].uses
             )
-            unused[f"advantage.{setting}"] = f"algorithm={name} does not use it. {cure}"
+            unused[f"advantage.{setting}"] = f"algorithm={name} does not use it. {remedy}"
     if not algorithm.needs_critic:
         users = ", ".join(other for other in ALGORITHMS if ALGORITHMS[other].needs_critic)
         for setting in type(config.critic).model_fields:
@@ -259,7 +259,7 @@ class TrainConfig(BaseConfig):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the task order and, if the trainer loads the policy, of sampling."""
     max_concurrent_rollouts: PositiveInt | None = None
-    """Maximum number of concurrent rollouts. None for as many as keep the policy busy and fit into memory."""
+    """Maximum number of concurrent rollouts. None chooses a number that keeps the policy busy and fits into memory."""
     max_concurrent_starts: PositiveInt | None = None
     """Maximum number of resources, such as sandboxes, that start at once. Starts that keep a processor or a daemon busy
     count more than once. None for 8 per processor core."""
@@ -326,32 +326,32 @@ class TrainConfig(BaseConfig):
     def _consistent(self) -> Self:
         algorithm = self.chosen_algorithm
         for tracker in self.trackers:
-            TRACKERS[tracker]  # raises for one that is unknown
-        self.chosen_loss  # noqa: B018  # raises for one that is unknown
+            TRACKERS[tracker]  # raises for an unknown name
+        self.chosen_loss  # noqa: B018  # raises for an unknown name
         if self.attempts < algorithm.min_attempts:
             raise ConfigError(
-                f"attempts={self.attempts}: {self.algorithm} compares the attempts at one task with one another, so "
-                f"it learns nothing from a group of fewer than {algorithm.min_attempts}. Raise attempts, or choose "
+                f"attempts={self.attempts}: {self.algorithm} compares the attempts at a task, so it learns "
+                f"nothing from a group of fewer than {algorithm.min_attempts}. Raise attempts, or choose "
                 "another algorithm."
             )
         if self.dynamic_sampling is not None and not algorithm.supports_dynamic_sampling:
             raise ConfigError(
-                f"dynamic_sampling with algorithm={self.algorithm}, which learns from groups that all score the same, "
-                "too: they would be dropped. Leave dynamic_sampling out, or choose an algorithm that compares the "
-                "attempts at a task, such as grpo. (An Algorithm of your own says so by "
+                f"dynamic_sampling with algorithm={self.algorithm}, which also learns from groups with equal "
+                "scores: they would be dropped. Leave dynamic_sampling out, or choose an algorithm that compares the "
+                "attempts at a task, such as grpo. (For your own Algorithm, set "
                 "supports_dynamic_sampling=True.)"
             )
         if self.dynamic_sampling is not None and self.kl.coefficient > 0 and self.kl.where == "reward":
             raise ConfigError(
-                "dynamic_sampling with kl.where=reward: the penalty differs between attempts that score the same, so "
-                "that their group has a learning signal, and it would be dropped. Set kl.where=loss."
+                "dynamic_sampling with kl.where=reward: the penalty differs between attempts with equal scores. Their "
+                "group has a learning signal, but would be dropped. Set kl.where=loss."
             )
         if self.clip_low > 1.0:
-            raise ConfigError(f"clip_low={self.clip_low}: ratios are never below 0; set clip_low=1 for no bound below.")
+            raise ConfigError(f"clip_low={self.clip_low}: ratios are never below 0; set clip_low=1 for no lower bound.")
         if (self.aggregation == "constant") != (self.aggregation_tokens is not None):
             raise ConfigError(
-                f"aggregation={self.aggregation} with aggregation_tokens={self.aggregation_tokens}: the number of "
-                "tokens is what aggregation=constant divides by, and no other aggregation. Set both, or neither."
+                f"aggregation={self.aggregation} with aggregation_tokens={self.aggregation_tokens}: only "
+                "aggregation=constant divides by a number of tokens. Set both, or neither."
             )
         if self.warmup_steps > self.steps:
             raise ConfigError(
@@ -360,12 +360,12 @@ class TrainConfig(BaseConfig):
             )
         if algorithm.needs_critic and self.critic.warmup_steps >= self.steps:
             raise ConfigError(
-                f"critic.warmup_steps={self.critic.warmup_steps} with steps={self.steps}: the critic alone would learn "
-                "until the last step, and the policy never. Lower critic.warmup_steps."
+                f"critic.warmup_steps={self.critic.warmup_steps} with steps={self.steps}: only the critic "
+                "would be trained until the last step, and the policy never. Lower critic.warmup_steps."
             )
         if self.early_stop is not None and self.eval_every_steps is None:
             raise ConfigError(
-                "early_stop looks at evaluations, and there are none between the first and the last step. Set "
+                "early_stop needs evaluations, and there are none between the first and the last step. Set "
                 "eval_every_steps."
             )
         reject_unused_settings(self)

@@ -139,14 +139,14 @@ class Critic:
             raise_if_cancelled(stop)
             now = self._values([rows[index] for index in indices])
             before = flatten([values[index] for index in indices], now.device)
-            wanted = flatten([returns[index] for index in indices], now.device)
+            targets = flatten([returns[index] for index in indices], now.device)
             mask = torch.ones_like(now, dtype=torch.bool)
-            loss = value_loss(now, before, wanted, mask, self._config.critic.clip_value)
+            loss = value_loss(now, before, targets, mask, self._config.critic.clip_value)
             (loss.loss.sum() / tokens).backward()  # type: ignore[no-untyped-call]
             tally.add_mean("critic/loss", loss.loss)
             tally.add_mean("critic/clip_fraction", loss.clipped)
             tally.add_mean("critic/value_mean", now)
-            tally.add_mean("critic/return_mean", wanted)
+            tally.add_mean("critic/return_mean", targets)
         norm = self._optimizer.step(self._config.critic.learning_rate)
         if math.isfinite(norm):
             tally.add_mean("critic/grad_norm", torch.tensor([norm]))

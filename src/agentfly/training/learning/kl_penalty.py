@@ -27,7 +27,7 @@ class KLPenalty:
 
     Args:
         model: the trained model, with its weights and adapters before training.
-        config: estimator, place and coefficient of the penalty.
+        config: estimator, ``where`` and coefficient of the penalty.
         temperature: sampling temperature of the tokens.
         adapters: whether adapters are trained.
 

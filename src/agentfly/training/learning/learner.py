@@ -124,7 +124,7 @@ class Learner:
         """Return the model outputs that the update of a batch needs. Blocks.
 
         Args:
-            rows: the rows; those of one group are consecutive.
+            rows: the rows; rows of one group are consecutive.
             stop: if set, scoring is cancelled between two micro-batches.
 
         Raises:
@@ -153,7 +153,7 @@ class Learner:
         while the loss has neither an entropy bonus nor a KL penalty.
 
         Args:
-            rows: the rows; those of one group are consecutive.
+            rows: the rows; rows of one group are consecutive.
             advantages: the advantages of their sampled tokens.
             scores: the result of `score` for the rows.
             stop: if set, the step is cancelled between two micro-batches.
@@ -330,7 +330,7 @@ class Learner:
         if policy.loss.shape != scores.logprobs.shape:  # torch might broadcast it silently
             raise UsageError(
                 f"The loss {self._config.loss!r} returned the shape {tuple(policy.loss.shape)} for "
-                f"{len(scores.logprobs)} tokens. It has to return one value a token; their mean is taken later, over "
+                f"{len(scores.logprobs)} tokens. It must return one value per token; their mean is taken later, over "
                 "the whole batch."
             )
         loss = aggregation(policy.loss * tokens.weights, tokens.mask, tokens.row)

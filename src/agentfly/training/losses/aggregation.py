@@ -101,7 +101,7 @@ AggregationName = Literal["token_mean", "sequence_mean", "sequence_token_mean", 
 
 @dataclass(frozen=True)
 class Aggregation:
-    """A weighted sum over tokens, whose weights depend on the *whole* batch of an update.
+    """A weighted sum over tokens. The weights depend on the *whole* batch of an update.
 
     The results of micro-batches of complete rows add up to the result of the batch, in value and gradient.
 

@@ -30,7 +30,7 @@ def kl_estimate(estimator: SampledEstimator, logprobs: Tensor, reference: Tensor
     * ``k1``: the difference of the log-probs. Unbiased, with high variance. Its gradient is 0 on average, so it has no
       effect in a loss.
     * ``k2``: half the squared difference. Biased where the two are far apart; its gradient is unbiased.
-    * ``k3``: unbiased and never negative. Its gradient is that of the reverse divergence.
+    * ``k3``: unbiased and never negative. Its gradient is the gradient of the reverse divergence.
     * ``low_variance``: ``k3``, clamped to `MAX_LOW_VARIANCE_KL` (verl: ``low_var_kl``).
 
     Args:

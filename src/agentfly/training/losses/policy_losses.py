@@ -82,7 +82,7 @@ def cispo(batch: TokenBatch, clip: ClipRange) -> TokenLoss:
 def policy_gradient(batch: TokenBatch, clip: ClipRange) -> TokenLoss:
     """Return the importance-weighted policy gradient: the ratio times the advantage, without clipping.
 
-    Its gradient is that of REINFORCE, weighted by each token's ratio.
+    Its gradient is the REINFORCE gradient, weighted by each token's ratio.
     """
     ratio = log_ratio(batch.logprobs, batch.old, batch.mask).exp()
     loss = -masked(batch.advantages, batch.mask) * ratio

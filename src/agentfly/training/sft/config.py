@@ -85,7 +85,7 @@ class SFTConfig(BaseConfig):
     def _consistent(self) -> Self:
         if self.tokens == "sampled" and self.strategy == "step":
             raise ConfigError(
-                "sft.strategy=step with sft.tokens=sampled: sampled tokens stand in the sequences they were sampled "
-                "in. Leave strategy out."
+                "sft.strategy=step with sft.tokens=sampled: sampled tokens stay in the sequences in which they were "
+                "sampled. Leave strategy out."
             )
         return self

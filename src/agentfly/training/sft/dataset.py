@@ -129,16 +129,16 @@ class _RowReader:
         Raises:
             CannotRender: the trajectory gives no rows.
         """
-        wanted = self._config.tokens
-        if wanted != "rendered" and _matches_tokenizer(trajectory, self._tokenizer):
+        requested = self._config.tokens
+        if requested != "rendered" and _matches_tokenizer(trajectory, self._tokenizer):
             rows = list(rows_of(trajectory))
             if max(map(len, rows)) > self._max_tokens:
                 raise CannotRender("too_long", "A row is longer than the model's context.")
             if any(row.images for row in rows):
-                raise CannotRender("images", "A row holds images.")
+                raise CannotRender("images", "A row has images.")
             return "sampled", rows
-        if wanted == "sampled":
-            raise CannotRender("no_tokens", "The trajectory holds no ids of this model.")
+        if requested == "sampled":
+            raise CannotRender("no_tokens", "The trajectory has no ids of this model.")
         if self._renderer is None:
             self._renderer = TrajectoryRenderer(
                 self._agent, self._tokenizer, strategy=self._config.strategy, max_tokens=self._max_tokens
@@ -149,7 +149,7 @@ class _RowReader:
 def _read(source: Path) -> Iterator[Trajectory]:
     files = [source] if source.is_file() else RunDirectory(source).saved_trajectories() if source.is_dir() else []
     if not files:
-        what = "has no trajectories" if source.is_dir() else "is not there"
+        what = "has no trajectories" if source.is_dir() else "does not exist"
         raise ConfigError(
             f"{source} {what}. Name the directory of a run, or a file of trajectories such as "
             "runs/mine/trajectories/rollout-000000.jsonl."
@@ -179,7 +179,7 @@ def _select_trajectories(
         best = sorted(each, key=lambda one: -one[0])[: config.max_per_task]
         excluded["beyond_max_per_task"] += len(each) - len(best)
         chosen += [trajectory for _, trajectory in best]
-    excluded += Counter()  # without causes of which there is none
+    excluded += Counter()  # drops causes with count 0
     return chosen
 
 

@@ -74,7 +74,7 @@ def sft(
 
 
 def _dataset_summary(examples: SFTDataset) -> str:
-    """What is learned from, in a line."""
-    summary = f"{len(examples.rows)} rows to learn, {len(examples.held_out)} held out"
+    """Return the numbers of rows, and of excluded trajectories by cause, as one line."""
+    summary = f"{len(examples.rows)} training rows, {len(examples.held_out)} held out"
     excluded = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in sorted(examples.excluded.items()))
     return f"{summary}; left out: {excluded}" if excluded else summary

@@ -201,7 +201,7 @@ class SFTTrainer:
         config: the settings.
         run: where checkpoints and metrics are kept.
         events: where events go: each update is a step, each look at the held-out rows an evaluation.
-        resume: continue from the last checkpoint in ``run``; begin if it has none.
+        resume: continue from the last checkpoint in ``run``; start from scratch if it has none.
 
     Raises:
         ConfigError: the directory holds another run, or the run cannot be resumed with these settings.
@@ -234,7 +234,7 @@ class SFTTrainer:
         """Train. Blocks. A run that is stopped in any way can be resumed from its last checkpoint.
 
         Raises:
-            ConfigError: the model, the rows or the settings are not those that the run was begun with.
+            ConfigError: the model, the rows or the settings differ from those at the start of the run.
         """
         started = time.perf_counter()
         learner = self._restored()
@@ -339,6 +339,6 @@ def require_same(checkpoint: Path, now: About, config: SFTConfig) -> None:
         others.append("the trajectories, or what is taken of them, are others")
     if others:
         raise ConfigError(
-            f"The warm start cannot be resumed with other settings than it was begun with: {'; '.join(others)}. "
-            "Restore them, or begin a new run."
+            f"The warm start cannot be resumed with other settings than it was started with: {'; '.join(others)}. "
+            "Restore them, or start a new run."
         )

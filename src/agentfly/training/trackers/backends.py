@@ -14,7 +14,7 @@ from typing import Any
 from agentfly.core.errors import PrerequisiteError
 from agentfly.training.trackers.tracker import TrackedRun, require_packages
 
-_UNTAKEN = re.compile(r"[^\w\-. :/]")  # characters that MLflow does not allow in names of metrics
+_FORBIDDEN = re.compile(r"[^\w\-. :/]")  # characters that MLflow does not allow in names of metrics
 _METRICS_AT_ONCE = 1000
 _PARAMS_AT_ONCE = 100
 _LONGEST_PARAM = 500  # characters; servers from 2.8 on take 6000
@@ -55,7 +55,7 @@ class MLflowTracker:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        points = (Metric(_UNTAKEN.sub("_", name), value, now, step) for name, value in metrics.items())
+        points = (Metric(_FORBIDDEN.sub("_", name), value, now, step) for name, value in metrics.items())
         while some := list(islice(points, _METRICS_AT_ONCE)):
             self._client.log_batch(self._id, metrics=some)
 
@@ -91,8 +91,8 @@ class WandbTracker:
 
             if not wandb.login(prompt=False):
                 raise PrerequisiteError(
-                    "The tracker 'wandb' has no account to send metrics to: run `wandb login`, or set WANDB_API_KEY. "
-                    "With WANDB_MODE=offline it needs none, and `wandb sync` sends the files later."
+                    "The tracker 'wandb' has no account: run `wandb login`, or set WANDB_API_KEY. With "
+                    "WANDB_MODE=offline it needs none, and `wandb sync` uploads the files later."
                 )
 
     def start(self, run: TrackedRun) -> str:
@@ -105,10 +105,10 @@ class WandbTracker:
             id=run.id or None,
             resume="allow",
             config=dict(run.config),
-            dir=str(run.directory.parent),  # it makes a directory named wandb there
+            dir=str(run.directory.parent),  # wandb creates its own directory there
             settings=wandb.Settings(silent=True, console="off", finish_timeout=_FINISH_S),
         )
-        # not wandb's own count of steps, which takes no step a second time: steps after a checkpoint may come again
+        # wandb's own step counter accepts each step only once, but steps after a checkpoint may be repeated
         self._run.define_metric("*", step_metric=_STEP)
         return str(self._run.id)
 
@@ -161,11 +161,11 @@ class TrackioTracker:
         self._run: Any = None
 
     def start(self, run: TrackedRun) -> str:
-        """See `Tracker.start`. It knows a run by its name."""
+        """See `Tracker.start`. The id of a run is its name."""
         import trackio
 
         name = run.id or run.name
-        with contextlib.redirect_stdout(io.StringIO()):  # which is for results
+        with contextlib.redirect_stdout(io.StringIO()):  # standard output is for results
             self._run = trackio.init(
                 project=run.project,
                 name=name,

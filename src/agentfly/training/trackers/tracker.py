@@ -75,19 +75,19 @@ def require_packages(package: str, extra: str) -> None:
     """Check that a tracker's package is installed, without importing it.
 
     Raises:
-        PrerequisiteError: it is not; the message says how to get it.
+        PrerequisiteError: it is not installed; the message has the command that installs it.
     """
     if importlib.util.find_spec(package) is None:
         raise PrerequisiteError(
-            f"The tracker {package!r} needs the package {package}, which is not installed here. Get it with: "
-            f"{install_command(extra)}. Or leave it out of the setting trackers; metrics.jsonl has every "
-            "metric all the same."
+            f"The tracker {package!r} needs the package {package}, which is not installed. Install it with: "
+            f"{install_command(extra)}. Or leave it out of the setting trackers; metrics.jsonl has every metric in any "
+            "case."
         )
 
 
 # --- delivery ---------------------------------------------------------------------------------------------------------
 
-_LogCall = tuple[int, dict[str, float], dict[str, list[float]]]  # what `Tracker.log` is called with
+_LogCall = tuple[int, dict[str, float], dict[str, list[float]]]  # the arguments of `Tracker.log`
 
 FLUSH_TIMEOUT_S = 30.0
 """Seconds that a run waits at its end for all trackers to store the remaining metrics."""
@@ -155,8 +155,8 @@ class TrackerWorker:
         self._thread.join(max(deadline - time.monotonic(), 0.0))
         if self._thread.is_alive():
             logger.warning(
-                "The tracker %s has not taken the last metrics within %g s, and is not waited for any longer. "
-                "metrics.jsonl has all of them.",
+                "The tracker %s did not store the last metrics within %g s. The run does not wait any longer; "
+                "metrics.jsonl has all metrics.",
                 self._name,
                 FLUSH_TIMEOUT_S,
             )

@@ -370,9 +370,9 @@ async def test_a_start_that_takes_long_is_told_while_it_lasts(
     monkeypatch.setattr("agentfly.resources.environments.environment.SLOW_START_WARNING_S", 0.05)
     loading = environment(factory=load_for, args=(0.3,), runs=runs, start_timeout_s=9)
     await loading.start()
-    told = [record.getMessage() for record in caplog.records if "is still being made" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "is still being created" in record.getMessage()]
     assert len(told) >= 2
-    assert "environment:load_for environment-under-test is still being made after 0.05 s" in told[0]
+    assert "environment:load_for environment-under-test is still being created after 0.05 s" in told[0]
     assert "start_timeout_s=9" in told[0]
     await loading.release()
 

@@ -35,8 +35,8 @@ def test_specs_are_values_and_travel() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"factory": "games.Chess"}, "written 'module:name'"),
-        ({"factory": object()}, "Give what makes the environment"),
+        ({"factory": "games.Chess"}, "as 'module:name'"),
+        ({"factory": object()}, "Give the factory of the environment"),
         ({"factory": Counter, "args": ([1, 2],)}, r"args\[0\] is a list"),
         ({"factory": Counter, "kwargs": {"options": {"a": 1}}}, r"kwargs\['options'\] is a dict"),
         ({"factory": Counter, "runs": "threads"}, "'loop', 'thread' or 'process'"),
@@ -50,10 +50,10 @@ def test_specs_are_values_and_travel() -> None:
         ({"factory": Counter, "args": 5}, r"for a single one, args=\(5,\)"),
         ({"factory": Counter, "args": "red"}, r"for a single one, args=\('red',\)"),
         ({"factory": Counter, "args": {"start": 1}}, "write a tuple"),
-        ({"factory": Counter, "kwargs": 5}, "a mapping from names to values"),
-        ({"factory": Counter, "kwargs": {"start": 1, 2: 3}}, "a mapping from names to values"),
-        ({"factory": Counter, "kwargs": {1: 2}}, "a mapping from names to values"),
-        ({"factory": Counter, "kwargs": (("start", 1, 2),)}, "a mapping from names to values"),
+        ({"factory": Counter, "kwargs": 5}, "as a mapping"),
+        ({"factory": Counter, "kwargs": {"start": 1, 2: 3}}, "as a mapping"),
+        ({"factory": Counter, "kwargs": {1: 2}}, "as a mapping"),
+        ({"factory": Counter, "kwargs": (("start", 1, 2),)}, "as a mapping"),
     ],
 )
 def test_a_spec_that_cannot_work_is_refused_with_the_cure(fields: dict[str, Any], said: str) -> None:

@@ -439,7 +439,7 @@ async def test_whatever_a_program_answers_is_a_result_or_a_typed_failure_at_once
             '{"jsonrpc": "2.0", "id": ID, "result": {"structuredContent": {"rows": 3}}}',
             '{"jsonrpc": "2.0", "id": ID, "error": {"code": -32603, "message": "down"}}',
         ):
-            with pytest.raises(ResourceError, match=r"does not keep to the protocol|could not answer a call"):
+            with pytest.raises(ResourceError, match=r"violates the protocol|could not answer a call"):
                 await server.call("say", {"says": [wrong]})
         with pytest.raises(ToolError, match="no such line"):
             await server.call(

@@ -448,7 +448,7 @@ async def test_the_earliest_of_several_ends_of_a_program_counts_and_it_is_told_h
         await asyncio.sleep(0)
         given_up.cancel()
         await asyncio.gather(program.stop(600), program.stop(600))
-        assert await program.wait_exit() == "it was told to end"
+        assert await program.wait_exit() == "it was asked to end"
 
 
 def test_a_log_that_is_not_there_has_no_end(tmp_path: Path) -> None:

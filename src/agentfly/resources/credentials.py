@@ -26,7 +26,7 @@ WIRE_LOGGERS = (
     *("httpx2", "httpcore2.connection", "httpcore2.http11", "httpcore2.http2", "httpcore2.proxy", "httpcore2.socks"),
     "mcp.client.streamable_http",
 )
-"""Who logs what comes over the wire. A server may send back in its headers what it was sent."""
+"""The loggers that log HTTP traffic. A server may return the request's headers in its own."""
 
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -46,7 +46,7 @@ _MAX_LOWERCASE_NAME = 24  # a name in lower case that is longer is rather a key
 class Credentials:
     """Header values that go out with every call and appear nowhere else.
 
-    They have no repr, cannot be pickled, and `redact` takes them out of what a server sends back.
+    They have no repr, cannot be pickled, and `redact` removes them from the answers of a server.
     """
 
     __slots__ = ("_headers", "_secrets")
@@ -56,7 +56,7 @@ class Credentials:
 
         Args:
             headers: names and values of the headers.
-            secrets: the parts of the values to take out of texts; by default the whole values.
+            secrets: the parts of the values to remove from texts; by default the whole values.
         """
         self._headers = dict(headers or {})
         hidden = {*secrets} or {*self._headers.values()}
@@ -73,7 +73,7 @@ class Credentials:
 
         Raises:
             PrerequisiteError: a variable is not set, empty, or holds what cannot go into a header. The message names
-                the variable and never what is in it.
+                the variable, and never its value.
         """
         headers: dict[str, str] = {}
         secrets: list[str] = []
@@ -85,7 +85,7 @@ class Credentials:
         return cls(headers, secrets)
 
     def headers(self) -> dict[str, str]:
-        """The headers with their secret values, to be put on a request and kept nowhere."""
+        """The headers with their secret values. Set them on a request, and do not store them."""
         return dict(self._headers)
 
     def redact(self, text: str) -> str:
@@ -107,17 +107,17 @@ class Credentials:
         return 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Take the secrets out of a log record; as a filter of loggers."""
+        """Remove the secrets from a log record. This is a filter of loggers."""
         message = record.getMessage()
         if (redacted := self.redact(message)) != message:
             record.msg, record.args = redacted, ()
-        if record.exc_info and not record.exc_text:  # what it is shown as, unless it has been already
+        if record.exc_info and not record.exc_text:  # the formatted message, unless it is formatted already
             record.exc_text = self.redact(logging.Formatter().formatException(record.exc_info))
         return True
 
     @contextmanager
     def out_of_logs(self) -> Iterator[None]:
-        """Take the secrets out of what is logged of the wire meanwhile."""
+        """Remove the secrets from the logs of HTTP traffic within the block."""
         own = partial(self.filter)  # of this call alone: another one may begin and end meanwhile
         for name in WIRE_LOGGERS:
             logging.getLogger(name).addFilter(own)
@@ -183,7 +183,7 @@ def normalize_credentials(spec: Any) -> None:
     named = [] if spec.api_key_env is None else [("api_key_env", spec.api_key_env)]
     for field, variable in [*named, *((f"headers_env[{header!r}]", variable) for header, variable in headers)]:
         if not _is_variable(variable):
-            raise ConfigError(  # what was given is not shown, because it may be the secret itself
+            raise ConfigError(  # the value is not shown, because it may be the secret itself
                 f"{where}({field}=…): write the name of an environment variable, for instance 'JUDGE_KEY', and not "
                 "what is in it."
             )

@@ -37,36 +37,36 @@ class Environment(Resource):
     unchanged. Calls of one environment run one at a time, in order, except in the loop, where async methods may
     overlap. A reset waits for its turn and never overlaps with a call.
 
-    A cancelled call or reset runs to its end, and the next one waits for it, so that a cancelled rollout does not cost
-    the simulator. A call that exceeds ``call_timeout_s`` does: the instance is lost and is replaced.
+    A cancelled call or reset runs to its end, and the next one waits for it, so a cancelled rollout does not lose the
+    simulator. A call that exceeds ``call_timeout_s`` does lose it: the instance is replaced.
 
-    A simulator that is beyond repair, for instance because a program that it started has ended, raises
+    A simulator that cannot recover, for instance because a program that it started has ended, raises
     `agentfly.core.errors.ResourceDied`. Its rollout then fails as infrastructure, and the instance is replaced.
 
-    `call` reaches a method of the user's object whose name this class uses itself.
+    `call` reaches methods of the user's object that have the name of a method of this class.
 
     A simulator in a separate process can be frozen, with all processes that it started.
     """
 
-    can_freeze: ClassVar[bool] = True  # where the spec allows it
+    can_freeze: ClassVar[bool] = True  # if the spec allows it
     _warned_costly: ClassVar[set[str]] = set()  # kinds whose cost was logged
 
     spec: EnvironmentSpec
 
     def __init__(self, spec: EnvironmentSpec, instance: str) -> None:
         super().__init__(spec, instance)
-        self._host = _home(spec, instance)
+        self._host = _create_host(spec, instance)
         self._resets_freely = False
         self._dead_reason: str | None = "it has not been started"
         self._recreating = False
         self._frozen = False
-        self._lock = asyncio.Lock()  # whatever happens to the simulator begins while it is held
-        self._overlapping: set[asyncio.Task[Any]] = set()  # calls in the loop, which go on without it
+        self._lock = asyncio.Lock()  # held at the start of every operation on the simulator
+        self._overlapping: set[asyncio.Task[Any]] = set()  # calls in the loop, which continue without the lock
         self._unfinished: set[asyncio.Task[Any]] = set()
 
     @classmethod
     async def prepare(cls, spec: EnvironmentSpec) -> None:
-        """Find out where this process may create control groups, so that the ledger can name that of an instance."""
+        """Find a parent for control groups, so that the ledger can name the control group of an instance."""
         await run_in_thread(writable_cgroup_parent)
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
@@ -83,19 +83,19 @@ class Environment(Resource):
         """Call a method of the user's object by name.
 
         Raises:
-            UsageError: the object has no such public method, or an argument or the result cannot travel to or from
-                its process.
+            UsageError: the object has no such public method, or an argument or the result cannot be sent to or
+                from its process.
             ResourceDied: the simulator is gone, or the call took longer than ``call_timeout_s``.
         """
         return await self._finish_even_if_cancelled(self._call(method, args, kwargs), method)
 
     async def start(self) -> None:
-        """Make the user's object, and reset it if it can be. A start that takes long is logged now and then."""
+        """Create the user's object, and reset it if possible. A slow start is logged at growing intervals."""
         async with self._lock:
             if self._dead_reason is None:
                 raise UsageError(
-                    f"{self.spec.label} {self.instance} is started, and only the engine starts it. If its object has a "
-                    "start() of its own, write call('start')."
+                    f"{self.spec.label} {self.instance} is already started. Only the engine starts it. To call a "
+                    "start() of the object itself, write call('start')."
                 )
             began = asyncio.get_running_loop().time()
             with self._warn_while_slow():
@@ -119,33 +119,33 @@ class Environment(Resource):
         return await self._finish_even_if_cancelled(self._reset(args, kwargs), "reset")
 
     async def status(self) -> Status:
-        """Say whether the simulator can be used, at the latest when what it does now has ended."""
+        """Return whether the simulator can be used."""
         return Status.HEALTHY if self._why_lost() is None else Status.BROKEN
 
     def quick_status(self) -> Status:
-        """Say whether the simulator is lost or its process has ended, as far as that shows at once."""
+        """Return whether the simulator is lost or its process has ended, as far as this is visible at once."""
         return Status.BROKEN if self._dead_reason is not None or self._host.peer_closed else Status.HEALTHY
 
     async def release(self) -> None:
-        """End the simulator; return when it is gone.
+        """End the simulator. Return when it is gone.
 
         Raises:
-            ResourceError: it is not gone, because a call on a thread or in the loop can neither be ended nor waited
-                for. Called again when the call has ended after all, it returns.
+            ResourceError: it is not gone, because a call on a thread or in the loop does not end. `release` can be
+                called again once the call has ended.
         """
         if self._frozen:
             await self.thaw()  # for its close()
         lost, self._dead_reason = self._why_lost(), "it was released"
-        patience = min(ABANDONED_CALL_S, self.spec.release_timeout_s / 4)
-        settled = await self._wait_unfinished(patience)
+        timeout_s = min(ABANDONED_CALL_S, self.spec.release_timeout_s / 4)
+        settled = await self._wait_unfinished(timeout_s)
         for task in self._unfinished:
             task.cancel()
         async with self._lock:
-            self._dead_reason = "it was released"  # also if a start ended only now
+            self._dead_reason = "it was released"  # also if a start has just ended
             await self._host.stop(within_s=self.spec.release_timeout_s, close=settled and lost is None)
-        if not await self._wait_unfinished(patience):
+        if not await self._wait_unfinished(timeout_s):
             calls = ", ".join(sorted(task.get_name() for task in self._unfinished))
-            raise ResourceError(f"{self.spec.label} {self.instance} is not gone: {calls} takes no notice of its end.")
+            raise ResourceError(f"{self.spec.label} {self.instance} is not gone: {calls} ignores its cancellation.")
 
     async def freeze(self) -> None:
         """Stop the simulator's process, once an abandoned call has ended."""
@@ -155,26 +155,26 @@ class Environment(Resource):
                 self._host.freeze()
 
     async def thaw(self) -> None:
-        """Let the simulator's process go on."""
+        """Continue the simulator's process."""
         self._frozen = False
         if isinstance(self._host, ProcessHost):
             self._host.thaw()
 
     @property
     def traces(self) -> dict[str, Any]:
-        """The process that a dead owner would leave; see `agentfly.resources.environments.worker_process.reap`."""
+        """The ids of its process, for `agentfly.resources.environments.worker_process.reap`."""
         return self._host.traces
 
     async def _finish_even_if_cancelled(self, work: Coroutine[Any, Any, Any], name: str) -> Any:
-        """Run some work to its end, even if its caller is cancelled."""
+        """Run a coroutine to its end, even if its caller is cancelled."""
         task = asyncio.create_task(work, name=f"{self.instance}.{name}")
         self._unfinished.add(task)
         task.add_done_callback(self._finished)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            asker = asyncio.current_task()
-            if task.cancelled() and asker is not None and not asker.cancelling():
+            caller = asyncio.current_task()
+            if task.cancelled() and caller is not None and not caller.cancelling():
                 raise ResourceDied(f"{self.spec.label} {self.instance} was released during {name}().") from None
             raise
 
@@ -185,7 +185,7 @@ class Environment(Resource):
             if self._host.one_call_at_a_time:
                 return await self._call_host(method, args, kwargs)
             call = asyncio.current_task()
-            assert call is not None  # `_see_through` made it
+            assert call is not None  # created by `_finish_even_if_cancelled`
             self._overlapping.add(call)
         try:
             return await self._call_host(method, args, kwargs)
@@ -209,10 +209,10 @@ class Environment(Resource):
             limit = self.spec.start_timeout_s
             with self._warn_while_slow():
                 await self._with_deadline(
-                    limit, self._host.start(), f"it was not made anew within start_timeout_s={limit:g}"
+                    limit, self._host.start(), f"it was not created again within start_timeout_s={limit:g}"
                 )
         except BaseException as error:
-            self._dead_reason = self._dead_reason or f"making it anew failed with {error!r}"
+            self._dead_reason = self._dead_reason or f"creating it again failed with {error!r}"
             raise
         finally:
             self._recreating = False
@@ -223,18 +223,18 @@ class Environment(Resource):
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle
 
-        def tell(so_far: float) -> None:
+        def warn(so_far: float) -> None:
             nonlocal timer
-            timer = loop.call_later(so_far, tell, 2 * so_far)
+            timer = loop.call_later(so_far, warn, 2 * so_far)
             logger.warning(
-                "%s %s is still being made after %g s; it may take start_timeout_s=%g.",
+                "%s %s is still being created after %g s; the limit is start_timeout_s=%g.",
                 self.spec.label,
                 self.instance,
                 so_far,
                 self.spec.start_timeout_s,
             )
 
-        timer = loop.call_later(SLOW_START_WARNING_S, tell, SLOW_START_WARNING_S)
+        timer = loop.call_later(SLOW_START_WARNING_S, warn, SLOW_START_WARNING_S)
         try:
             yield
         finally:
@@ -248,8 +248,8 @@ class Environment(Resource):
         if spec.label not in self._warned_costly:
             self._warned_costly.add(spec.label)
             logger.warning(
-                "Each owner of %s gets a process of its own, and making it took %.1f s. If its reset() leaves nothing "
-                "behind that matters to the next, write reuse='reset'; or keep some ready, warm=….",
+                "Each owner of %s gets a new process, and its creation took %.1f s. If its reset() leaves no data of "
+                "the last owner behind, write reuse='reset'; or keep some instances ready with warm=….",
                 spec.label,
                 seconds,
             )
@@ -260,28 +260,28 @@ class Environment(Resource):
         try:
             return await self._with_deadline(limit, call, self.spec.timeout_message(method))
         except ResourceDied as error:
-            if self._host.dead_reason is None:  # the simulator says it of itself
+            if self._host.dead_reason is None:  # raised by the simulator itself
                 self._dead_reason = self._dead_reason or f"{method}() raised ResourceDied: {error}"
             raise
 
     async def _with_deadline(self, limit_s: float, work: Coroutine[Any, Any, T], otherwise: str) -> T:
-        """Return the result of some work. If it takes too long, the simulator is lost and is ended if possible."""
+        """Return the result of a coroutine. If it takes too long, the simulator is lost and is ended if possible."""
         deadline = asyncio.timeout(limit_s)
         try:
             async with deadline:
                 return await work
         except TimeoutError:
-            if not deadline.expired():  # the simulator's own
+            if not deadline.expired():  # raised by the simulator itself
                 raise
             self._dead_reason = otherwise
-            with contextlib.suppress(ResourceError):  # `release` tells it
+            with contextlib.suppress(ResourceError):  # `release` reports it
                 await self._host.stop(within_s=0, close=False)
             raise ResourceDied(f"{self.spec.label} {self.instance} is lost: {otherwise}.") from None
 
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._unfinished.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever asked may be gone; the failure is then nobody's
+            task.exception()  # marks it as retrieved, because the caller may be gone
 
     async def _wait_unfinished(self, timeout_s: float) -> bool:
         """Wait for abandoned calls. Return whether all of them have ended."""
@@ -293,7 +293,7 @@ class Environment(Resource):
         return self._dead_reason or (None if self._recreating else self._host.dead_reason)
 
 
-def _home(spec: EnvironmentSpec, instance: str) -> EnvironmentHost:
+def _create_host(spec: EnvironmentSpec, instance: str) -> EnvironmentHost:
     match spec.runs:
         case "loop":
             return LoopHost(spec)

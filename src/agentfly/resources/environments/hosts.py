@@ -16,20 +16,20 @@ from agentfly.resources.environments.spec import EnvironmentSpec
 
 
 class EnvironmentHost(Protocol):
-    """A place that makes a simulator, carries calls to it and ends it.
+    """Creates a simulator, calls it and ends it.
 
     An `Environment` owns one. It gives every call a deadline and, with ``one_call_at_a_time``, makes one call at a
-    time. Only a deadline or a release cancels a start or call halfway, and only `stop` follows.
+    time. Only a deadline or a release cancels a running start or call. After that only `stop` is called.
 
-    What the simulator gives is awaited if it is awaitable. If it calls ``sys.exit``, that is an error like any other
-    (`agentfly.resources.environments.simulator.as_exception`): the simulator lives on, and so does what surrounds it.
+    An awaitable result of the simulator is awaited. A call of ``sys.exit`` in it becomes an ordinary error
+    (`agentfly.resources.environments.simulator.as_exception`), and ends neither the simulator nor its host.
     """
 
     one_call_at_a_time: bool
     """Whether one call must have ended before the next begins."""
 
     async def start(self) -> bool:
-        """Make the simulator; say whether it has a ``reset`` that can be called without arguments."""
+        """Create the simulator. Return whether it has a ``reset`` that can be called without arguments."""
         ...
 
     async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -41,11 +41,11 @@ class EnvironmentHost(Protocol):
         ...
 
     async def stop(self, *, within_s: float, close: bool) -> None:
-        """End the simulator; return when it is gone. Safe to call twice and after any failure.
+        """End the simulator. Return when it is gone. Safe to call twice and after any failure.
 
         Args:
-            within_s: seconds that it may take to end by itself.
-            close: whether to call its own ``close``; False where it is in no state to be asked.
+            within_s: seconds until it is forced to end.
+            close: whether to call its own ``close``; False if its state does not allow calls.
 
         Raises:
             ResourceError: it is not gone, and cannot be ended.
@@ -54,7 +54,7 @@ class EnvironmentHost(Protocol):
 
     @property
     def dead_reason(self) -> str | None:
-        """Why the place can no longer be used, or None while it can."""
+        """Why the host can no longer be used; None while it can."""
         ...
 
     @property
@@ -64,7 +64,7 @@ class EnvironmentHost(Protocol):
 
     @property
     def traces(self) -> dict[str, Any]:
-        """Data to find what would outlive this process."""
+        """Data with which another process finds what outlives this process."""
         ...
 
 
@@ -113,7 +113,7 @@ class LoopHost:
 
 
 async def _do(work: Callable[[], Any]) -> Any:
-    """Return the result of the user's code. Convert what is no `Exception`, such as an exit, to one."""
+    """Run the user's code and return its result. Convert a `BaseException`, such as an exit, to an `Exception`."""
     try:
         result = work()
         return await result if isinstance(result, Awaitable) else result
@@ -130,10 +130,10 @@ ThreadJob = tuple[Callable[[], Any], asyncio.AbstractEventLoop, asyncio.Future[A
 
 
 class ThreadHost:
-    """Sends calls to one daemon thread, so that what is bound to a thread (SQLite, some simulators) stays on its own.
+    """Sends calls to one dedicated daemon thread, for objects that are bound to a thread (SQLite, some simulators).
 
-    The thread is a daemon and no pool's member: a call that hangs can keep its thread, but not the interpreter. A
-    thread cannot be ended from outside, so the simulator is gone when its calls have come back, and not before.
+    The thread belongs to no pool. A hanging call blocks its thread, but not the end of the interpreter. A thread cannot
+    be ended from outside, so the simulator is gone only when its calls have returned.
     """
 
     one_call_at_a_time = True
@@ -155,7 +155,7 @@ class ThreadHost:
         return await self._do(lambda: simulator.call(self._simulator, method, args, kwargs))
 
     async def stop(self, *, within_s: float, close: bool) -> None:
-        self._tell_to_end()
+        self._request_end()
         if (thread := self._thread) is None:
             return
         with contextlib.suppress(TimeoutError):
@@ -164,8 +164,9 @@ class ThreadHost:
                     await asyncio.sleep(0.001)
         if thread.is_alive():
             raise ResourceError(
-                f"The thread of {self._spec.label} {self._instance} does not end: a call hangs in it, and no thread "
-                'can be ended from outside. It counts until the call returns. Give what may hang runs="process".'
+                f"The thread of {self._spec.label} {self._instance} does not end: a call hangs in it, and threads "
+                "cannot "
+                'be ended from outside. It counts until the call returns. Use runs="process" for code that may hang.'
             )
         self._thread = None
 
@@ -190,9 +191,9 @@ class ThreadHost:
 
     def _make(self) -> Any:
         made = simulator.make(self._spec.factory, self._spec.args, self._spec.keywords)
-        return self._keep_when_made(made) if isinstance(made, Awaitable) else self._keep(made)
+        return self._keep_when_awaited(made) if isinstance(made, Awaitable) else self._keep(made)
 
-    async def _keep_when_made(self, made: Awaitable[Any]) -> bool:
+    async def _keep_when_awaited(self, made: Awaitable[Any]) -> bool:
         return self._keep(await made)
 
     def _keep(self, made: Any) -> bool:
@@ -201,8 +202,8 @@ class ThreadHost:
         self._simulator = made
         return simulator.has_argless_reset(made)
 
-    def _tell_to_end(self) -> None:
-        """Tell the thread to close the simulator and end, as soon as it is free."""
+    def _request_end(self) -> None:
+        """Ask the thread to close the simulator and end once its calls have returned."""
         if self._jobs is not None:
             loop = asyncio.get_running_loop()
             closed: asyncio.Future[Any] = loop.create_future()
@@ -221,8 +222,8 @@ class ThreadHost:
 
 
 def _work(jobs: SimpleQueue[ThreadJob | None]) -> None:
-    """Do the jobs of one simulator, in order, until None comes."""
-    with contextlib.closing(asyncio.Runner()) as runner:  # which takes descriptors only if there is something to run
+    """Do the jobs of one simulator, in order, until None arrives."""
+    with contextlib.closing(asyncio.Runner()) as runner:  # takes descriptors only when it first runs something
         while (job := jobs.get()) is not None:
             work, loop, done = job
             try:

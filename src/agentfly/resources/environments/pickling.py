@@ -1,7 +1,7 @@
-"""Python values as bytes, for another process of this machine.
+"""Pickles of Python values, for another process of this machine.
 
-Importable objects travel by name. Others, such as a class of a notebook or a function of a script, travel by value
-with cloudpickle. A value that cannot be pickled is refused with the path of the offending part.
+Importable objects are pickled by name. Others, such as a class of a notebook or a function of a script, are pickled by
+value with cloudpickle. A value that cannot be pickled is refused with the path of the offending part.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 
 from agentfly.core.errors import UsageError
 
-_LEVELS, _PARTS = 20, 1000  # that are searched for what cannot travel
+_LEVELS, _PARTS = 20, 1000  # limits of the search for a part that cannot be pickled
 
 # cloudpickle keeps the modules that it pickles by value in one table for the whole process.
 _BY_VALUE = threading.Lock()
 
 
 def dumps(parts: tuple[Any, ...], names: tuple[str, ...]) -> bytes:
-    """The parts as bytes; `loads` gives the tuple back.
+    """Pickle several values. `loads` returns them as a tuple.
 
     Args:
         parts: the values.
-        names: what each is called in an error.
+        names: the name of each value, for messages.
 
     Raises:
-        UsageError: a part cannot travel. The message names the attribute path of what is to blame.
+        UsageError: a part cannot be pickled. The message contains the path of the offending part.
     """
     return _packed(parts, parts, names)
 
@@ -41,27 +41,28 @@ def _packed(whole: Any, parts: tuple[Any, ...], names: tuple[str, ...]) -> bytes
         return _dumps(whole)
     except Exception as error:
         for part, name in zip(parts, names, strict=True):
-            if not _travels(part):
-                path, culprit = find_unpicklable(part, name, _travels)
+            if not _can_be_pickled(part):
+                path, culprit = find_unpicklable(part, name, _can_be_pickled)
                 raise UsageError(
-                    f"{path} is a {type(culprit).__module__}.{type(culprit).__qualname__} and cannot travel to another "
-                    f"process ({error}). Make it inside the process instead, in the factory or at its first use."
+                    f"{path} is a {type(culprit).__module__}.{type(culprit).__qualname__} and cannot be sent to "
+                    f"another process ({error}). Create it inside the process instead, in the factory or at its first "
+                    "use."
                 ) from error
         raise
 
 
-def loads(parcel: bytes) -> Any:
-    """The inverse of `dumps`."""
-    return pickle.loads(parcel)
+def loads(pickled: bytes) -> Any:
+    """Unpickle the result of `dumps`."""
+    return pickle.loads(pickled)
 
 
 def dumps_plain(value: Any) -> bytes:
-    """A value as bytes, which `loads` gives back, without loading cloudpickle where plain pickling does.
+    """Pickle a value for `loads`. Import cloudpickle only if plain pickling fails.
 
-    For the side that holds no ``__main__``.
+    For the process without the user's ``__main__``.
 
     Raises:
-        UsageError: the value cannot travel.
+        UsageError: the value cannot be pickled.
     """
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
@@ -70,7 +71,7 @@ def dumps_plain(value: Any) -> bytes:
 
 
 def _dumps(value: Any) -> bytes:
-    import cloudpickle  # here, because a process that only opens parcels starts faster without it
+    import cloudpickle  # lazy, because a process that only unpickles starts faster without it
 
     with _BY_VALUE:
         modules = [module for module in _modules_of(value) if not is_importable(module.__name__)]
@@ -84,7 +85,7 @@ def _dumps(value: Any) -> bytes:
 
 
 def _modules_of(value: Any) -> set[ModuleType]:
-    """Modules of what lies at the surface of a parcel: the factory, arguments, their types."""
+    """Return the modules of the outermost values: the factory, its arguments and their types."""
     values = [*value] if isinstance(value, tuple) else [value]
     values += [part for item in values if isinstance(item, (tuple, list)) for part in item]
     values += [part for item in values if isinstance(item, Mapping) for part in item.values()]
@@ -96,9 +97,9 @@ def _modules_of(value: Any) -> set[ModuleType]:
     return {sys.modules[name] for name in names if name in sys.modules and name != "__main__"}
 
 
-@lru_cache(maxsize=1024)  # it searches the file system, and is asked at every call
+@lru_cache(maxsize=1024)  # it searches the file system, and is called for every request
 def is_importable(name: str) -> bool:
-    """Whether a fresh process with this process's path would find the module ``name``."""
+    """Return whether a new process with the same module search path would find the module ``name``."""
     if name in sys.builtin_module_names:
         return True
     path: Any = None
@@ -113,7 +114,7 @@ def is_importable(name: str) -> bool:
     return True
 
 
-def _travels(value: Any) -> bool:
+def _can_be_pickled(value: Any) -> bool:
     try:
         _dumps(value)
     except Exception:
@@ -121,24 +122,24 @@ def _travels(value: Any) -> bool:
     return True
 
 
-def find_unpicklable(value: Any, path: str, travels: Callable[[Any], bool]) -> tuple[str, Any]:
-    """The deepest part of ``value`` that cannot travel, and its path, as far as it is found within reasonable time."""
+def find_unpicklable(value: Any, path: str, can_send: Callable[[Any], bool]) -> tuple[str, Any]:
+    """Return the deepest part of a value that cannot be sent, and its path. The search is bounded."""
     seen: set[int] = set()
     while id(value) not in seen and len(seen) < _LEVELS:
         seen.add(id(value))
         for name, part in islice(_parts(value), _PARTS):
-            if id(part) not in seen and not travels(part):
+            if id(part) not in seen and not can_send(part):
                 path, value = path + name, part
                 break
     return path, value
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return the parts of a value, each with the text that leads to it."""
+    """Yield the parts of a value, each with its path from the value."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from ((f"[{place}]", item) for place, item in enumerate(value))
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
     elif isinstance(value, MethodType):
         yield ".__self__", value.__self__
     elif isinstance(value, FunctionType):
@@ -152,7 +153,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             for name in value.__code__.co_names
             if name in value.__globals__
         )
-        yield from ((f", default {place}", item) for place, item in enumerate(value.__defaults__ or ()))
+        yield from ((f", default {index}", item) for index, item in enumerate(value.__defaults__ or ()))
     elif isinstance(value, type):
         yield from ((f".{name}", item) for name, item in vars(value).items() if not name.startswith("__weakref__"))
     else:

@@ -11,13 +11,13 @@ from agentfly.core.tree_removal import remove_tree
 
 
 class PrivateDirectory:
-    """A directory of one process. No other user may enter it.
+    """A directory of one process that no other user may enter.
 
     Args:
         name: a part of its name.
 
     Attributes:
-        path: its path, also before it exists.
+        path: its path, valid before the directory exists.
     """
 
     def __init__(self, name: str) -> None:
@@ -26,35 +26,35 @@ class PrivateDirectory:
 
     @property
     def work(self) -> str:
-        """The directory that the process works in, unless it has another."""
+        """The default working directory of the process."""
         return str(self.path / "work")
 
     @property
     def temporary(self) -> str:
-        """The directory for its temporary files."""
+        """The directory for temporary files of the process."""
         return str(self.path / "tmp")
 
     def make(self) -> None:
-        """Make it, empty.
+        """Create the directory, empty.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: it cannot be created.
         """
         self.path.mkdir(mode=0o700)
         Path(self.work).mkdir()
         Path(self.temporary).mkdir()
 
     async def remove(self) -> None:
-        """Remove it with all that is in it; fine if it is gone.
+        """Remove the directory with its content. Do nothing if it is gone.
 
         Raises:
-            OSError: something in it cannot be removed.
+            OSError: a part of it cannot be removed.
         """
         if not self.try_remove_empty():
             await run_in_thread(remove_tree, self.path)
 
     def try_remove_empty(self) -> bool:
-        """Remove it if nothing is in it, as a rule, or it is gone; whether that was so."""
+        """Remove the directory if it is empty, which is the usual case. Return whether it is gone."""
         try:
             for path in (Path(self.work), Path(self.temporary), self.path):
                 path.rmdir()

@@ -90,8 +90,8 @@ class ProcessHost:
             await self._directory.remove()
         except OSError as error:
             raise ResourceError(
-                f"The directory {self._directory.path} of {self._spec.label} cannot be removed: {error}. See what is "
-                "in it, and remove it by hand."
+                f"The directory {self._directory.path} of {self._spec.label} cannot be removed: {error}. Check its "
+                "content, and remove it manually."
             ) from error
         self._gone = True
 
@@ -140,7 +140,7 @@ class ProcessHost:
         except EOFError:
             raise await self._died(self._process, what) from None
         except MalformedData as error:
-            self._dead_reason = f"its answer to {what} was no answer: {error}"
+            self._dead_reason = f"its answer to {what} was malformed: {error}"
             raise ResourceDied(f"{self._spec.label} is lost: {self._dead_reason}.") from None
 
     async def _read(self, answer: bytes) -> Any:
@@ -167,12 +167,12 @@ class ProcessHost:
                 return self._unpickled(what, pickled)
             case ("memory", str() as message):
                 self._dead_reason = OUT_OF_MEMORY
-                raise self._ran_out(what, message)
+                raise self._out_of_memory(what, message)
             case ("error", fields, bytes() | None as pickled):
                 try:
                     error = decode_error(fields, self._types, pickled if trusted else None)
                 except (TypeError, ValueError):
-                    raise MalformedData("it tells of no exception") from None
+                    raise MalformedData("it does not describe an exception") from None
                 raise error
         raise MalformedData("it is neither a result nor an exception")
 
@@ -181,7 +181,7 @@ class ProcessHost:
             return loads(pickled)
         except Exception as error:
             raise UsageError(
-                f"What {what} of {self._spec.label} gave cannot be read outside of its process: {error!r}. Let it give "
+                f"The result of {what} of {self._spec.label} cannot be read outside its process: {error!r}. Return "
                 "plain values, or objects that pickle can restore."
             ) from error
 
@@ -194,15 +194,15 @@ class ProcessHost:
         )
         if exit_info.out_of_memory:
             self._dead_reason = OUT_OF_MEMORY
-            return self._ran_out(what, f"Its processes were killed. {tail}")
+            return self._out_of_memory(what, f"Its processes were killed. {tail}")
         return ResourceDied(
             f"The process of {self._spec.label} ended during {what}: {_describe_exit(exit_info.exit)}. {tail}"
         )
 
-    def _ran_out(self, what: str, how: str) -> ResourceDied:
-        of = f"its limit of {self._spec.memory}" if self._memory_limit else "the machine's memory"
-        return ResourceDied(f"{self._spec.label} ran out of {of} during {what}. {how}".rstrip())
+    def _out_of_memory(self, what: str, details: str) -> ResourceDied:
+        limit = f"its limit of {self._spec.memory}" if self._memory_limit else "the machine's memory"
+        return ResourceDied(f"{self._spec.label} ran out of {limit} during {what}. {details}".rstrip())
 
 
 def _describe_exit(status: int | None) -> str:
-    return "nothing tells how it ended" if status is None else describe_exit(status)
+    return "the cause is unknown" if status is None else describe_exit(status)

@@ -13,18 +13,18 @@ from agentfly.resources.environments.wire_format import encode
 from agentfly.resources.environments.wire_types import DeclaredTypes, NotSerializable, qualified_name
 
 ErrorFields = tuple[str, str, tuple[Any, ...] | None, dict[str, Any], str, str]
-"""The type of an exception, the nearest built-in one that it derives from, what it was made with (None if that is no
-data), its attributes, its message and its traceback."""
+"""The type of an exception, its nearest built-in base type, its arguments (None unless they are data), its attributes,
+its message and its traceback."""
 
-_MOST_CHARACTERS = 100_000
+_MAX_CHARACTERS = 100_000
 _ANY = DeclaredTypes()
 
 
 class RemoteError(Exception):
-    """An exception of a simulator whose own type does not exist here.
+    """An exception of a simulator whose type does not exist in this process.
 
-    Its class has the name of that type and derives from the same built-in exception, so that ``except ValueError``
-    catches it where it would have caught the original.
+    Its class has the name of the original type and the same built-in base class. ``except ValueError`` therefore
+    catches it if it would have caught the original.
     """
 
     def __str__(self) -> str:
@@ -32,10 +32,10 @@ class RemoteError(Exception):
 
 
 def encode_error(error: Exception) -> ErrorFields:
-    """An exception as data. In the simulator's process."""
+    """Encode an exception as data, in the simulator's process."""
     own = error.__traceback__
     while own is not None and own.tb_frame.f_globals.get("__package__") == __package__:
-        own = own.tb_next  # the frames of this package say nothing to the author of the simulator
+        own = own.tb_next  # the author of the simulator does not need the frames of this package
     trace = "".join(traceback.format_exception(type(error), error, own)) if own else ""
     attributes = {name: value for name, value in error.__dict__.items() if _is_data(value)}
     base = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
@@ -43,41 +43,41 @@ def encode_error(error: Exception) -> ErrorFields:
 
 
 def pickle_error(error: Exception) -> bytes | None:
-    """An exception as a pickle; None if it cannot be restored from one."""
+    """Pickle an exception. Return None if it cannot be restored from the pickle."""
     try:
-        # Pickling would make the exception again by calling its type with `args`, which is wrong or fails for types
-        # whose `__init__` takes something else. Those written in Python are therefore taken apart and put together.
+        # Unpickling would call the type with `args`, which is wrong or fails if its `__init__` takes other arguments.
+        # Exceptions of types written in Python are therefore pickled as their parts.
         if type(error).__reduce__ is BaseException.__reduce__ and not _is_built_in(type(error)):
-            parcel = dumps((type(error), error.args, error.__dict__), ("its type", "args", "attributes"))
+            pickled = dumps((type(error), error.args, error.__dict__), ("its type", "args", "attributes"))
         else:
-            parcel = dumps((error,), ("the exception",))
-        _unpickled(parcel)
+            pickled = dumps((error,), ("the exception",))
+        _unpickle(pickled)
     except Exception:
         return None
-    return parcel
+    return pickled
 
 
-def decode_error(told: ErrorFields, types: DeclaredTypes, parcel: bytes | None = None) -> Exception:
-    """Return the exception itself if its type is built in, AgentFly's or declared; else one of the same name.
+def decode_error(encoded: ErrorFields, types: DeclaredTypes, pickled: bytes | None = None) -> Exception:
+    """Restore the exception if its type is built in, AgentFly's or declared. Otherwise return a substitute.
 
     Args:
-        told: the result of `encode_error`, which the simulator's process may have forged.
+        encoded: the result of `encode_error`, which the simulator's process may have forged.
         types: the declared types.
-        parcel: the result of `pickle_error`, if the simulator is trusted.
+        pickled: the result of `pickle_error`, if the simulator is trusted.
 
     Raises:
-        TypeError, ValueError: ``told`` does not describe an exception.
+        TypeError, ValueError: ``encoded`` does not describe an exception.
     """
-    name, base, arguments, attributes, message, trace = told
+    name, base, arguments, attributes, message, trace = encoded
     if not all(isinstance(text, str) for text in (name, base, message, trace)) or not isinstance(attributes, dict):
-        raise TypeError("an exception is told in texts")
-    message = message[:_MOST_CHARACTERS]
-    error = _unpickled_or_none(parcel) or _restore(name, arguments, attributes, message, types)
+        raise TypeError("the fields of an exception are texts")
+    message = message[:_MAX_CHARACTERS]
+    error = _unpickle_or_none(pickled) or _restore(name, arguments, attributes, message, types)
     if error is None:
         error = _substitute(name, base, message)
-        _take_attributes(error, {"__notes__": attributes.get("__notes__")})
+        _set_attributes(error, {"__notes__": attributes.get("__notes__")})
     if trace:
-        error.add_note(f"In its process:\n{trace[-_MOST_CHARACTERS:].rstrip()}")
+        error.add_note(f"In its process:\n{trace[-_MAX_CHARACTERS:].rstrip()}")
     return error
 
 
@@ -96,7 +96,7 @@ def _is_data(value: Any) -> bool:
 def _arguments(error: Exception) -> tuple[Any, ...] | None:
     """Return the arguments of an exception; None if they are not plain data."""
     arguments: Any = error.args
-    if _is_built_in(type(error)):  # which may have kept more of it, as the name of a file
+    if _is_built_in(type(error)):  # its arguments may be more than `args`, such as the name of a file
         arguments = error.__reduce__()[1]
     return arguments if isinstance(arguments, tuple) and _is_data(arguments) else None
 
@@ -110,36 +110,36 @@ def _restore(
     try:
         if _is_built_in(kind):
             error = kind(*arguments)
-        else:  # whose own __init__ may take something else, and is not called
+        else:  # without its own __init__, which may take other arguments
             base: Any = next(one for one in kind.__mro__ if _is_built_in(one))
             error = base.__new__(kind, *arguments)
             error.args = arguments
-        _take_attributes(error, attributes)
+        _set_attributes(error, attributes)
     except Exception:
         return None
-    return error if error_message(error)[:_MOST_CHARACTERS] == message else None
+    return error if error_message(error)[:_MAX_CHARACTERS] == message else None
 
 
-def _take_attributes(error: Exception, attributes: dict[str, Any]) -> None:
+def _set_attributes(error: Exception, attributes: dict[str, Any]) -> None:
     """Set the received attributes on an exception, without running code of its class."""
     notes = attributes.pop("__notes__", None)
     for note in notes if isinstance(notes, list) else ():
-        error.add_note(str(note)[:_MOST_CHARACTERS])
+        error.add_note(str(note)[:_MAX_CHARACTERS])
     for name, value in attributes.items():
         if isinstance(name, str) and not hasattr(type(error), name):
             error.__dict__[name] = value
 
 
 def _builtin_type(name: str) -> type[Exception] | None:
-    """An exception that is built in, or one of AgentFly's own."""
+    """Return a built-in exception type, or one of AgentFly's; None for other names."""
     module, _, short = name.partition(":")
-    place = {"builtins": builtins, "agentfly.core.errors": errors}.get(module)
-    kind = vars(place).get(short) if place is not None else None
+    source = {"builtins": builtins, "agentfly.core.errors": errors}.get(module)
+    kind = vars(source).get(short) if source is not None else None
     return kind if isinstance(kind, type) and issubclass(kind, Exception) else None
 
 
 def _substitute(name: str, base: str, message: str) -> Exception:
-    """An exception of a class that is made for it."""
+    """Return an exception of a class with the original name, created for it."""
     module, _, qualname = name.partition(":")
     short = qualname.rpartition(".")[2]
     if not short.isidentifier() or len(name) > 300:
@@ -152,19 +152,19 @@ def _substitute(name: str, base: str, message: str) -> Exception:
     return error
 
 
-def _unpickled_or_none(parcel: bytes | None) -> Exception | None:
+def _unpickle_or_none(pickled: bytes | None) -> Exception | None:
     try:
-        return None if parcel is None else _unpickled(parcel)
+        return None if pickled is None else _unpickle(pickled)
     except Exception:  # its type's module cannot be imported here
         return None
 
 
-def _unpickled(parcel: bytes) -> Exception:
-    parts = loads(parcel)
+def _unpickle(pickled: bytes) -> Exception:
+    parts = loads(pickled)
     if len(parts) == 1:
         whole = parts[0]
         if not isinstance(whole, Exception):
-            raise TypeError("its pickle gives something else")
+            raise TypeError("its pickle is not an exception")
         return whole
     kind, args, attributes = parts
     error: Exception = kind.__new__(kind, *args)

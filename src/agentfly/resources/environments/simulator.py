@@ -1,4 +1,4 @@
-"""The user's simulator object: how it is created, called and closed in its host."""
+"""Functions that create, check and call the user's simulator object, in any host."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from agentfly.core.errors import ConfigError, UsageError, nearest_name, suggest_
 
 
 def make(factory: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call the factory; an async factory gives an awaitable.
+    """Call the factory. An async factory returns an awaitable.
 
     Raises:
-        ConfigError: the factory is given by a name that leads to nothing.
+        ConfigError: the factory is given by name, and the name cannot be found.
     """
     return (named(factory) if isinstance(factory, str) else factory)(*args, **kwargs)
 
 
 def call(simulator: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a public method of the user's object; an async method gives an awaitable.
+    """Call a public method of the user's object. An async method returns an awaitable.
 
     Raises:
         UsageError: the object has no such method.
@@ -39,53 +39,51 @@ async def as_coroutine(result: Awaitable[Any]) -> Any:
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Convert what the user's code raised into an error that ends neither the loop, nor the thread, nor the process.
+    """Convert an exception of the user's code into one that ends neither the loop, nor the thread, nor the process.
 
-    An exit, which would end it, and a `StopIteration`, which no future can carry, become a `RuntimeError`.
+    An exit, and a `StopIteration`, which no future can hold, become a `RuntimeError`.
     """
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    told = repr(error)
+    message = repr(error)
     if isinstance(error, SystemExit):
-        told = (
-            f"sys.exit({error.code!r}) was called. A simulator ends when it is released; let it raise an error instead."
-        )
-    raised = RuntimeError(told)
+        message = f"sys.exit({error.code!r}) was called. A simulator ends when it is released; raise an error instead."
+    raised = RuntimeError(message)
     raised.__cause__ = error
     return raised.with_traceback(error.__traceback__)
 
 
 def require_made(made: Any, factory: Callable[..., Any] | str) -> None:
-    """Refuse what is no simulator.
+    """Check the result of the factory.
 
     Raises:
-        ConfigError: the factory gave None.
+        ConfigError: the factory returned None.
     """
     if made is None:
         name = factory if isinstance(factory, str) else getattr(factory, "__name__", repr(factory))
-        raise ConfigError(f"The factory {name} gave None. Let it return the environment that it makes.")
+        raise ConfigError(f"The factory {name} returned None. Return the environment that it creates.")
 
 
 def require_thread_safe(made: Any, label: str) -> None:
-    """Refuse what says that two of it in one process disturb each other.
+    """Check that a simulator may share a process with others.
 
     Args:
-        made: a simulator or what makes it.
-        label: what it is called in the message.
+        made: a simulator or its factory.
+        label: its name in the message.
 
     Raises:
         ConfigError: its ``thread_safe`` is False.
     """
     if getattr(made, "thread_safe", True) is False:
         raise ConfigError(
-            f"{label} says that it is not thread-safe (thread_safe = False), so that no two of it may live in one "
+            f"{label} is declared as not thread-safe (thread_safe = False), so two instances may not live in one "
             "process. Write EnvironmentSpec(runs='process'), which gives each a process of its own."
         )
 
 
 def has_argless_reset(simulator: Any) -> bool:
-    """Whether the object has a ``reset`` that can be called without arguments."""
-    import inspect  # here, because an object without `reset` starts faster without it
+    """Return whether the object has a ``reset`` that can be called without arguments."""
+    import inspect  # lazy, because an object without `reset` starts faster without it
 
     reset = getattr(simulator, "reset", None)
     if not callable(reset):
@@ -94,16 +92,16 @@ def has_argless_reset(simulator: Any) -> bool:
         inspect.signature(reset).bind()
     except TypeError:
         return False
-    except ValueError:  # a built-in that does not tell its signature
+    except ValueError:  # a built-in function without a signature
         return True
     return True
 
 
 def named(name: str) -> Callable[..., Any]:
-    """The factory that is called ``module:name``.
+    """Return the factory with the address ``module:name``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it does not exist.
     """
     module_name, _, path = name.partition(":")
     try:

@@ -1,4 +1,4 @@
-"""EnvironmentSpec: a simulator as a resource, described by the factory that makes it."""
+"""EnvironmentSpec: a simulator as a resource, described by the factory that creates it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSpec(ResourceSpec["Environment"]):
-    """A simulator that tools act in: any Python object that a factory creates, in the place that ``runs`` names.
+    """A simulator that tools act in: any Python object that a factory creates; ``runs`` says where it lives.
 
     The object needs no base class. By convention it has:
 
@@ -47,31 +47,29 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
             for itself, with a warning. ``spawn``: each simulator starts a new interpreter. This suits libraries that
             cannot be forked.
         env: environment variables of a ``process``, as a mapping or as pairs. It inherits only the variables that
-            programs need to run (`agentfly.resources.process.child.INHERITED_VARIABLES`), and so no secret. The spec's
+            programs need to run (`agentfly.resources.process.child.INHERITED_VARIABLES`), and so no secrets. The spec's
             repr hides their values.
         workdir: the working directory of a ``process``; by default a new, empty one that is removed at its end.
             Temporary files are always in a directory of the process.
         result_types: dataclasses, named tuples, enums, pydantic models, classes of attrs and exceptions that a
             ``process`` may return. They arrive with their fields unchanged, and none of their code runs for it. All
             other results are plain data: numbers, texts, bytes, lists, tuples, dicts, sets, times, paths, images
-            (`agentfly.Image`) and
-                NumPy
-            arrays.
+            (`agentfly.Image`) and NumPy arrays.
         allow_pickle: whether a ``process`` may return any object, as a pickle. Reading a pickle runs code that the
             pickle names. So this gives the simulator's process, and anyone who controls its results, all rights of this
             process.
-        call_timeout_s: maximum number of seconds of one call before the instance counts as lost. A sync call in the
+        call_timeout_s: time limit of one call in seconds. After that the instance counts as lost. A sync call in the
             loop cannot be interrupted.
 
-    ``memory`` limits a ``process`` together with all processes that it starts: by a control group where this process
-    may create one, otherwise by measuring. In the loop and on threads it only counts in the engine's budget.
+    ``memory`` limits a ``process`` and all processes that it starts together: by a control group if this process may
+    create one, otherwise by measurement. In the loop and on threads it only counts in the engine's budget.
 
-    A simulator that keeps state in its module, so that two in one process would disturb each other, sets the attribute
-    ``thread_safe = False`` on its class or factory. It is then accepted only in a process of its own.
+    A simulator with module state, so that two in one process would interfere, sets the attribute ``thread_safe =
+    False`` on its class or factory. It is then accepted only in a process of its own.
 
     Raises:
         ConfigError: an argument is not hashable or has the wrong form, the factory's name is malformed, or the
-            simulator is not thread-safe and does not get a process of its own.
+            simulator is not thread-safe and does not run in a process.
         UsageError: ``runs="process"``, and the factory or an argument cannot be pickled.
     """
 
@@ -102,14 +100,14 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
         self._check_factory()
         self._check_results()
         self._check_workdir()
-        self._settle_arguments()
+        self._normalize_arguments()
         self._require_hashable()
         if self.runs == "process":
             self.pickled_factory()
 
     @property
     def is_single_use(self) -> bool:
-        """Whether each owner gets a new instance: in a process, unless ``reuse`` says otherwise."""
+        """Whether each owner gets a new instance: by default only in a process; see ``reuse``."""
         return self.reuse == "recreate" or (self.reuse is None and self.runs == "process")
 
     @property
@@ -121,7 +119,7 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
 
     @property
     def start_weight(self) -> int:
-        """Four where it begins with a fresh interpreter, which keeps a processor busy; a fork does not."""
+        """4 for a start with a new interpreter, which loads a processor; 1 otherwise."""
         return 4 if self.starts == "spawn" else 1
 
     def timeout_message(self, method: str) -> str:
@@ -135,14 +133,14 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
 
     @property
     def preparation_key(self) -> str | None:
-        """Control groups, where a simulator is held to its memory."""
+        """Control groups, if a simulator has a memory limit."""
         return "control groups" if self.runs == "process" and self.memory_bytes else None
 
     def pickled_factory(self) -> bytes:
-        """The factory, its arguments and the declared types as bytes that another process of this machine can open.
+        """Pickle the factory, its arguments and the declared types, for another process of this machine.
 
         Raises:
-            UsageError: something in it cannot travel; the message names it.
+            UsageError: a part cannot be pickled; the message names it.
         """
         parts = (self.factory, self.args, self.keywords, self.result_types)
         return dumps(parts, ("factory", "args", "kwargs", "result_types"))
@@ -161,8 +159,8 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
         for name in ("env", "workdir", "result_types", "allow_pickle"):
             if getattr(self, name) and self.runs != "process":
                 raise ConfigError(
-                    f"EnvironmentSpec({name}=…, runs={self.runs!r}): it is for a simulator in a process of its own; "
-                    f"elsewhere nothing lies between it and this process. Write runs='process', or leave out {name}."
+                    f"EnvironmentSpec({name}=…, runs={self.runs!r}): it applies only to a simulator in a process of "
+                    f"its own. Write runs='process', or leave out {name}."
                 )
 
     def _check_results(self) -> None:
@@ -171,8 +169,8 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
             DeclaredTypes(self.result_types)
         except TypeError as error:
             raise ConfigError(
-                f"EnvironmentSpec(result_types=…): {error}. Give the types that results are made of; of other objects, "
-                "have the simulator return the parts that matter."
+                f"EnvironmentSpec(result_types=…): {error}. Give the types of results; for other objects, let the "
+                "simulator return the needed parts."
             ) from None
         if not isinstance(self.allow_pickle, bool):
             raise self._field_error("allow_pickle", "write True or False")
@@ -181,7 +179,7 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
         if self.workdir is None:
             return
         if not isinstance(self.workdir, str | os.PathLike) or not self.workdir:
-            raise self._field_error("workdir", "write the path of a directory, or None for one of its own")
+            raise self._field_error("workdir", "write the path of a directory, or None for a new one")
         object.__setattr__(self, "workdir", os.path.abspath(self.workdir))  # noqa: PTH100  (links stay as they are)
 
     def _check_factory(self) -> None:
@@ -189,18 +187,18 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
             module, colon, name = self.factory.partition(":")
             if not (module and colon and name):
                 raise ConfigError(
-                    f"EnvironmentSpec(factory={self.factory!r}): a factory given by name is written 'module:name'."
+                    f"EnvironmentSpec(factory={self.factory!r}): write the name of a factory as 'module:name'."
                 )
         elif not callable(self.factory):
             raise ConfigError(
                 f"EnvironmentSpec(factory={self.factory!r}): a factory is a class, a function, or 'module:name'. "
-                "Give what makes the environment, not an environment."
+                "Give the factory of the environment, not an environment."
             )
         if self.runs != "process":
             simulator.require_thread_safe(self.factory, self.label)
 
-    def _settle_arguments(self) -> None:
-        """Give the arguments one form, so that specs that mean the same are equal."""
+    def _normalize_arguments(self) -> None:
+        """Convert the arguments to their canonical form, so that equivalent specs are equal."""
         self._normalize_tuple("args")
         try:
             keywords = dict(self.kwargs)
@@ -208,19 +206,19 @@ class EnvironmentSpec(ResourceSpec["Environment"]):
             keywords = None
         if keywords is None or not all(isinstance(name, str) for name in keywords):
             raise ConfigError(
-                f"EnvironmentSpec(kwargs={self.kwargs!r}): the keyword arguments of the factory are given as a mapping "
-                "from names to values, for instance {'level': 3}, or as pairs, (('level', 3),)."
+                f"EnvironmentSpec(kwargs={self.kwargs!r}): write the keyword arguments of the factory as a mapping, "
+                "for instance {'level': 3}, or as pairs, (('level', 3),)."
             )
         object.__setattr__(self, "kwargs", tuple(sorted(keywords.items())))
 
     def _require_hashable(self) -> None:
-        named = [(f"args[{place}]", value) for place, value in enumerate(self.args)]
+        named = [(f"args[{index}]", value) for index, value in enumerate(self.args)]
         named += [(f"kwargs[{name!r}]", value) for name, value in self.keywords.items()]
         for name, value in named:
             try:
                 hash(value)
             except TypeError:
                 raise ConfigError(
-                    f"EnvironmentSpec: {name} is {type_of(value)} and cannot be hashed, but the whole spec is "
-                    "the key of its pool. Give a tuple for a list, pairs for a dict, or a path for what lies in a file."
+                    f"EnvironmentSpec: {name} is {type_of(value)} and cannot be hashed, but the whole spec is the key "
+                    "of its pool. Use a tuple instead of a list, pairs instead of a dict, or the path of a file."
                 ) from None

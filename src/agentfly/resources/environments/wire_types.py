@@ -44,36 +44,36 @@ TIMEDELTA = struct.Struct("<iii")
 DTYPE = re.compile(r"[<>|=][biufcSUmM]\d{1,9}(\[\d{0,9}[a-zA-Z]{1,2}\])?")
 """Types of NumPy's arrays that are data: numbers, texts and times."""
 
-_SECOND = "'"  # of two moments that a clock shows alike when it is put back
+_FOLD_MARK = "'"  # marks the second of two equal clock times when the clock is set back
 
 
 def _moment_to_text(moment: datetime | time) -> str:
-    return moment.isoformat() + (_SECOND if moment.fold else "")
+    return moment.isoformat() + (_FOLD_MARK if moment.fold else "")
 
 
-def _moment_of_text(kind: type[datetime] | type[time], text: str) -> datetime | time:
-    return kind.fromisoformat(text.removesuffix(_SECOND)).replace(fold=int(text.endswith(_SECOND)))
+def _moment_from_text(kind: type[datetime] | type[time], text: str) -> datetime | time:
+    return kind.fromisoformat(text.removesuffix(_FOLD_MARK)).replace(fold=int(text.endswith(_FOLD_MARK)))
 
 
 TEXT_TYPES: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
-    "datetime": (datetime, _moment_to_text, partial(_moment_of_text, datetime)),
+    "datetime": (datetime, _moment_to_text, partial(_moment_from_text, datetime)),
     "date": (date, date.isoformat, date.fromisoformat),
-    "time": (time, _moment_to_text, partial(_moment_of_text, time)),
+    "time": (time, _moment_to_text, partial(_moment_from_text, time)),
     "Decimal": (Decimal, str, Decimal),
     "Fraction": (Fraction, str, Fraction),
     "UUID": (uuid.UUID, str, uuid.UUID),
     "Path": (Path, str, Path),
 }
-"""Types whose values are written as text, by how they are called."""
+"""Types with values that are encoded as text, by name: the type, its encoder and its decoder."""
 NUMBER_TYPES = ("Decimal", "Fraction")
 
 
 class NotSerializable(TypeError):
-    """A value that is no data.
+    """A value that is not data.
 
     Attributes:
-        value: the value, or what lies in it.
-        why: what is wrong with it.
+        value: the value, or the offending part of it.
+        why: the reason.
     """
 
     def __init__(self, value: Any, why: str) -> None:
@@ -83,11 +83,11 @@ class NotSerializable(TypeError):
 
 
 class MalformedData(ValueError):
-    """Bytes that no value is written as."""
+    """Bytes that are not the encoding of any value."""
 
 
 def is_huge(text: str) -> bool:
-    """Whether a number is too large to be computed with, by its text."""
+    """Return whether a number, given as text, is too large to compute with."""
     _, _, exponent = text.upper().partition("E")
     return len(text) > MAX_DIGITS or abs(int(exponent or 0)) > MAX_DIGITS
 
@@ -95,18 +95,18 @@ def is_huge(text: str) -> bool:
 FieldValues = tuple[Any, ...]
 
 KNOWN: tuple[type, ...] = (Image,)
-"""Types that need not be declared."""
+"""Types that are always declared."""
 
 
 class DeclaredTypes:
-    """Takes values of declared types apart, and rebuilds them without calling any of their code.
+    """Splits values of declared types into fields, and rebuilds them without calling any of their code.
 
     Args:
-        types: dataclasses, classes of attrs, pydantic models, named tuples, enums and exceptions. Other types have no
+        types: dataclasses, attrs classes, pydantic models, named tuples, enums and exceptions. Other types have no
             known parts.
 
     Raises:
-        TypeError: a type is of another kind, or one of its fields is a descriptor, whose code would run when it is set.
+        TypeError: a type is of another kind, or one of its fields is a descriptor with code that runs when it is set.
     """
 
     def __init__(self, types: Iterable[type] = ()) -> None:
@@ -117,8 +117,10 @@ class DeclaredTypes:
         self._types = {qualified_name(one): one for one in given}
 
     def name_of(self, kind: type) -> str | None:
-        """The name by which a type is known, if it is declared. One of the same name is the same: a class of a notebook
-        is another object in another process."""
+        """Return the name of a type if it is declared, else None.
+
+        Types are compared by name, because a class of a notebook is a different object in another process.
+        """
         name = qualified_name(kind)
         return name if name in self._types and not issubclass(kind, BaseException) else None
 
@@ -131,10 +133,10 @@ class DeclaredTypes:
         return tuple(getattr(value, name) for name in _fields_of(type(value)))
 
     def build(self, name: str, parts: FieldValues) -> Any:
-        """The value of a declared type that has these parts.
+        """Rebuild a value of a declared type from its fields.
 
         Raises:
-            ValueError: there is none, or the type is not declared.
+            ValueError: the fields do not fit, or the type is not declared.
         """
         kind = self._types.get(name)
         if kind is None or issubclass(kind, BaseException):
@@ -154,7 +156,7 @@ class DeclaredTypes:
         return made
 
     def exception_type(self, name: str) -> type[Exception] | None:
-        """The declared type of an exception, if it is one."""
+        """Return the declared exception type of that name; None if there is none."""
         kind = self._types.get(name)
         return kind if kind is not None and issubclass(kind, Exception) else None
 
@@ -165,32 +167,32 @@ def qualified_name(kind: type) -> str:
 
 
 def _member(kind: type[Enum], name: Any = None, value: Any = None) -> Enum:
-    """A member by its name, or a combination of flags by its value, as `enum` itself makes it.
+    """Return a member by its name, or a combination of flags by its value, as `enum` itself creates it.
 
     Raises:
-        ValueError, KeyError, TypeError: there is none.
+        ValueError, KeyError, TypeError: it does not exist.
     """
     if name is not None:
         return kind.__members__[name]
     if not issubclass(kind, Flag) or type(value) is not int or value < 0:
-        raise ValueError(f"{value!r:.100} is no combination of flags")
+        raise ValueError(f"{value!r:.100} is not a combination of flags")
     made: Any = kind._value2member_map_.get(value)
     if made is None:
         made = Flag._missing_.__func__(kind, value)  # type: ignore[attr-defined]
-        if value & ~kind._flag_mask_:  # type: ignore[attr-defined]  # the class would keep any number of them
+        if value & ~kind._flag_mask_:  # type: ignore[attr-defined]  # otherwise the class would cache any number of them
             kind._value2member_map_.pop(value, None)
     if not isinstance(made, kind):
-        raise ValueError(f"{value} is no combination of flags")
+        raise ValueError(f"{value} is not a combination of flags")
     return made
 
 
 def _is_model(kind: type) -> bool:
-    """Whether a type is a pydantic model; a dataclass of pydantic is a dataclass."""
+    """Return whether a type is a pydantic model. A pydantic dataclass counts as a dataclass."""
     return hasattr(kind, "__pydantic_fields__") and not is_dataclass(kind)
 
 
 def _model(kind: Any, values: dict[str, Any]) -> Any:
-    """A pydantic model as pydantic itself restores it from a copy, without being validated again."""
+    """Create a pydantic model without validation, in the way that pydantic restores copies."""
     from pydantic import BaseModel
 
     made: Any = object.__new__(kind)
@@ -212,13 +214,13 @@ def _require_plain_fields(kind: type) -> None:
             break
         held = getattr_static(kind, name, None)
         if hasattr(type(held), "__set__") and not isinstance(held, MemberDescriptorType):
-            raise TypeError(f"{kind.__qualname__}.{name} is a descriptor, whose code would run on what comes out")
+            raise TypeError(f"{kind.__qualname__}.{name} is a descriptor, and its code would run on received values")
 
 
 def _fields_of(kind: type) -> tuple[str, ...]:
-    """The names of what values of a type are made of."""
+    """Return the names of the fields of a type."""
     if not isinstance(kind, type):
-        raise TypeError(f"{kind!r} is no type")
+        raise TypeError(f"{kind!r} is not a type")
     if issubclass(kind, Enum):
         return ()
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
@@ -230,5 +232,5 @@ def _fields_of(kind: type) -> tuple[str, ...]:
     if (attributes := getattr(kind, "__attrs_attrs__", None)) is not None:
         return tuple(attribute.name for attribute in attributes)
     raise TypeError(
-        f"{kind.__qualname__} is no dataclass, named tuple, enum, pydantic model, class of attrs or exception"
+        f"{kind.__qualname__} is not a dataclass, named tuple, enum, pydantic model, attrs class or exception"
     )

@@ -36,12 +36,14 @@ def serve_requests(calls: socket.socket, memory_limit: MemoryLimit | None) -> No
         sys.stdout.reconfigure(line_buffering=True)  # otherwise a crash loses the last output
     if memory_limit is not None:
         memory_limit.join()
-    subject, own = _SimulatorServer(), os.getpid()
+    server, own_pid = _SimulatorServer(), os.getpid()
     while (request := _receive(calls)) is not None:
-        answer = subject.answer(request)
-        if os.getpid() != own:  # a forgotten fork of the simulator: only one process may answer
+        answer = server.answer(request)
+        if os.getpid() != own_pid:  # a forgotten fork of the simulator: only one process may answer
             os._exit(0)
-        if memory_limit is not None and memory_limit.oom_kills():  # a killed child may look like any failure to it
+        if (
+            memory_limit is not None and memory_limit.oom_kills()
+        ):  # the simulator may report a killed child as any error
             answer = _memory("A process that it had started was killed.")
         calls.sendall(FRAME_LENGTH.pack(len(answer)) + answer)
 
@@ -78,7 +80,7 @@ class ProcessContext:
 
 @dataclass(frozen=True)
 class SimulatorSpec:
-    """How a simulator is created, and what its results may be.
+    """The factory of a simulator, and the allowed types of its results.
 
     Args:
         pickled: the factory, its arguments and the declared result types, as a pickle.

@@ -25,10 +25,10 @@ from agentfly.resources.process.procfs import peer_closed, signal_descendants, s
 from agentfly.resources.process.supervised import KILL_TIMEOUT_S, SupervisorProcess
 
 TAIL_BYTES = 4096
-"""Bytes of the end of a simulator's output that are kept for the message about its death."""
+"""Number of bytes kept from the end of a simulator's output, for the message about its death."""
 
 MAX_RESPONSE_BYTES = MAX_BYTES + (1 << 20)
-"""The longest response that is read: a result and its frame."""
+"""Maximum length of a response: a result and its frame."""
 
 FORK_ATTEMPTS = 2
 """Number of attempts to fork before a start uses a new interpreter."""
@@ -43,7 +43,7 @@ class WorkerProcess:
     Args:
         fork_server: the fork server to fork from; None to start a new interpreter.
         memory_limit: the memory limit of the process and its descendants, if any.
-        directory: a directory of its own.
+        directory: its private directory.
         environment: the environment variables of a new interpreter.
     """
 
@@ -134,7 +134,7 @@ class WorkerProcess:
 
     @property
     def exit_info(self) -> ExitInfo | None:
-        """How the process ended, if the report has arrived."""
+        """The end of the process, if its report has arrived; else None."""
         report = self._exit_report
         if report is not None and report.done() and not report.cancelled():
             with contextlib.suppress(OSError, ValueError):
@@ -142,7 +142,7 @@ class WorkerProcess:
         return None
 
     async def wait_exit(self) -> ExitInfo:
-        """Wait for the report of how the process ended."""
+        """Wait for the report about the end of the process."""
         with contextlib.suppress(TimeoutError, OSError, ValueError):
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 assert self._exit_report is not None
@@ -262,7 +262,7 @@ async def _read_report(reader: asyncio.StreamReader) -> bytes:
 def reap(traces: Mapping[str, Any]) -> None:
     """Kill an orphaned supervisor with all its descendants, and remove its directory. The `reap` of the kind.
 
-    A supervisor ends within a second of its owner's death by itself. This function is for one that could not.
+    A supervisor normally ends by itself within a second of its owner's death. This function is for the other cases.
 
     Raises:
         ResourceError: it does not end.
@@ -283,6 +283,4 @@ def reap(traces: Mapping[str, Any]) -> None:
                     remove_tree(directory)
                 return
             time.sleep(0.01)
-    raise ResourceError(
-        f"The supervisor {pid} of a simulator does not end, not even by SIGKILL. Look for what holds it up."
-    )
+    raise ResourceError(f"The supervisor {pid} of a simulator does not end, even after SIGKILL. Check what blocks it.")

@@ -16,7 +16,7 @@ from agentfly.resources.mcp.spec import MCPServerSpec
 from agentfly.resources.mcp.transports import TransportFailure, transport_failure_of
 
 MAX_PAGES = 10_000
-"""Pages after which a list is taken for one that does not end. A server with fewer tools than that has fewer pages."""
+"""Number of pages after which a list of tools counts as endless."""
 
 
 class EndlessToolListing(Exception):
@@ -26,7 +26,7 @@ class EndlessToolListing(Exception):
 async def list_all_tools(client: Client) -> tuple[Tool, ...]:
     """Return all tools of a server, from all pages of its list.
 
-    A cursor may be the empty text. For some servers that means that there is no further page. That page then fails or
+    A cursor may be the empty text. For some servers it means that there is no further page. That page then fails or
     is the first one again.
 
     Raises:
@@ -80,8 +80,8 @@ def to_agentfly_error(error: Exception, name: str, tool_error_codes: Collection[
         return error
     said = error_message(error)[:_SAID]
     if not isinstance(error, MCPError):
-        told = said if isinstance(error, RuntimeError) else describe_error(error)[:_SAID]
-        return ResourceError(f"{name} does not keep to the protocol: {told}")
+        details = said if isinstance(error, RuntimeError) else describe_error(error)[:_SAID]
+        return ResourceError(f"{name} violates the protocol: {details}")
     if transport_failure_of(error) or error.code == REQUEST_TIMEOUT:
         return ResourceError(f"{name} did not answer a call: {said}.")
     if error.code in _RESERVED and error.code not in tool_error_codes:
@@ -103,8 +103,8 @@ class MCPSession:
     """A client's session with a server.
 
     Args:
-        transport: how its messages get there and back.
-        name: what its task is called.
+        transport: carries the messages in both directions.
+        name: the name of its task.
     """
 
     def __init__(self, transport: AbstractAsyncContextManager[Any], name: str) -> None:
@@ -137,7 +137,7 @@ class MCPSession:
         return self._life is None or self._life.done()
 
     async def request(self, request: Callable[[Client], Awaitable[T]]) -> T:
-        """Return the server's answer.
+        """Return the answer of the server.
 
         Raises:
             SessionClosed: the session is over, or ended during the request.
@@ -165,7 +165,7 @@ class MCPSession:
         await self.stop(within_s)
 
     async def stop(self, within_s: float) -> None:
-        """End it in good order, and if that takes too long in any."""
+        """End the session, in good order if there is time, and otherwise by force."""
         if self._life is None:
             return
         self._closing.set()
@@ -207,7 +207,7 @@ def _innermost(error: BaseException | None) -> BaseException | None:
     return error
 
 
-_CLOSED = "Connection closed"  # what the package says of requests over a session that can carry none any more
+_CLOSED = "Connection closed"  # the package's message for requests over an ended session
 
 
 class SessionExpired(Exception):
@@ -244,21 +244,21 @@ class ReconnectingSession:
         """Begin the session, and learn which tools there are.
 
         Raises:
-            SessionClosed: the session came to nothing; the message says why.
+            SessionClosed: the session failed; the message says why.
             EndlessToolListing: the tools cannot be listed.
-            AgentFlyError: as the transport raises it.
-            Exception: as the client raises it.
+            AgentFlyError: any error of the transport.
+            Exception: any error of the client.
         """
         await self._session.start()
         self.tools = await self._session.request(list_all_tools)
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be asked any more."""
+        """Whether no more requests are possible."""
         return self._session.over
 
     async def ping(self) -> None:
-        """Have the server answer something, as cheaply as its version of the protocol allows.
+        """Make the cheapest request that the server's version of the protocol allows.
 
         Raises:
             Exception: it does not.
@@ -266,7 +266,7 @@ class ReconnectingSession:
         await self._session.request(_greet)
 
     async def ask(self, request: Callable[[Client], Awaitable[T]], *, keeps_state: bool) -> T:
-        """Return the server's answer.
+        """Return the answer of the server.
 
         Args:
             request: makes the request with a client.
@@ -276,7 +276,7 @@ class ReconnectingSession:
             SessionClosed: the server is gone.
             SessionExpired: the server has forgotten the session, which has state.
             ToolError: the server rejects the call.
-            ResourceError: there is no answer, or none of the protocol.
+            ResourceError: there is no answer, or it violates the protocol.
         """
         session = self._session
         try:
@@ -294,7 +294,7 @@ class ReconnectingSession:
             raise self._failure(session, error) from error
 
     async def close(self, grace_s: float) -> None:
-        """End all sessions, in good order if that takes at most this many seconds."""
+        """End all sessions: in good order within this many seconds, and then by force."""
         going = [task for task in (self._reconnecting, *self._closing_sessions) if task is not None and not task.done()]
         for task in going:
             task.cancel()
@@ -309,7 +309,7 @@ class ReconnectingSession:
         except Exception as error:
             trouble = transport_failure_of(error)
             raise
-        finally:  # one that is given up may have had its effect, too
+        finally:  # an abandoned request may have had its effect
             if session is self._session:
                 self.unreachable = trouble is TransportFailure.UNREACHABLE
                 self._has_answered = self._has_answered or trouble is not TransportFailure.SESSION_LOST
@@ -324,7 +324,7 @@ class ReconnectingSession:
         return to_agentfly_error(error, self._name, self._spec.tool_error_codes)
 
     async def _reconnected(self, session: MCPSession) -> None:
-        """Have a new session in place of one that the server has forgotten. Requests that overlap share it."""
+        """Replace a session that the server has forgotten. Overlapping requests share the new one."""
         if self._session is not session:
             return
         if self._reconnecting is None or self._reconnecting.done():

@@ -47,7 +47,7 @@ _ENDS_ITSELF_S = 1.0  # what a program gets for ending because its input has, as
 class MCPServer(Resource):
     """A server of the Model Context Protocol: ``await server.call("search", {"query": "…"})``.
 
-    Calls of one instance may overlap. A call that is given up is cancelled at the server too, as far as it obliges.
+    Calls of one instance may overlap. An abandoned call is cancelled at the server, too, if the server supports it.
     """
 
     spec: MCPServerSpec
@@ -74,7 +74,7 @@ class MCPServer(Resource):
         """
         if self._released:
             raise ResourceDied(f"{self._name} has been released.")
-        await run_in_thread(_require_package)  # its import takes a second
+        await run_in_thread(_require_package)  # the import takes a second
         if self.spec.command:
             self._directory.mkdir(parents=True, mode=0o700)
         limit = self.spec.start_timeout_s
@@ -94,7 +94,7 @@ class MCPServer(Resource):
         await self._begin(self.spec.reset_timeout_s)
 
     async def status(self) -> Status:
-        """Ask the server whether it is there, unless it has a call to answer: many do one thing at a time."""
+        """Check that the server responds, unless a call is running: many servers do one thing at a time."""
         known = self.quick_status()
         if known is Status.BROKEN or self._calls or self._connection is None:
             return known
@@ -122,7 +122,7 @@ class MCPServer(Resource):
 
     @property
     def traces(self) -> dict[str, Any]:
-        """The directory that marks the program and its descendants, and the process that supervises them."""
+        """The directory that marks the program and its descendants, and the ids of their supervisor."""
         if not self.spec.command:
             return {}
         return {"directory": str(self._directory), **(self._program.traces if self._program is not None else {})}

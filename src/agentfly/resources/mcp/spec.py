@@ -25,7 +25,7 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
 
     With a ``command``, an instance is a process that communicates over its standard input and output. A reset starts a
     new process. With a ``url``, an instance is a session with a running server, over streamable HTTP. A reset begins a
-    new session; state that the server keeps beyond sessions stays.
+    new session; state that the server keeps across sessions remains.
 
     Args:
         command: the program and its arguments, one text each, such as ``("uvx", "mcp-server-git")``.
@@ -38,10 +38,10 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
         headers_env: further secret headers: a mapping, or pairs, of a header's name and the environment variable that
             holds its value.
         call_timeout_s: maximum number of seconds of one call before it counts as a failure of the server.
-            ``mcp_tools(timeout_s=…)`` is the time after which the model is told that a tool took too long.
+            ``mcp_tools(timeout_s=…)`` is the time after which the model gets the message that a tool took too long.
         tool_error_codes: those codes reserved by JSON-RPC (-32768 to -32000) with which the server reports that a call
-            was wrong, so that the model is told. Other reserved codes mean that the server itself failed. By default
-            the codes for wrong arguments and for unknown names. Errors with other numbers, and results with
+            was wrong; the model then gets the message. Other reserved codes mean that the server itself failed. By
+            default the codes for wrong arguments and for unknown names. Errors with other numbers, and results with
             ``isError``, always go to the model.
         max_log_bytes: number of bytes kept from the end of the program's standard error.
 
@@ -89,7 +89,7 @@ class MCPServerSpec(ResourceSpec["MCPServer"]):
 
     @property
     def start_weight(self) -> int:
-        """Four where it is a program, which has its libraries to load."""
+        """4 for a program, because it loads libraries; 1 for an address."""
         return 4 if self.command else 1
 
     @property

@@ -43,28 +43,30 @@ from agentfly.resources.process.supervised import SupervisedProgram
 from agentfly.resources.process.supervisor import ProgramSpec
 
 MAX_MESSAGE_BYTES = 2**26
-"""Bytes of the longest message that is taken from a server."""
+"""Maximum size of a message of a server, in bytes."""
 
 MOST_VALUES = 1_000_000
-"""Commas and opening brackets in one message. More values than that take so long to read that nothing else goes on."""
+"""Maximum number of commas and opening brackets in one message. Parsing more values would block the event loop."""
 
 BETWEEN_STREAMS_S = 0.1
-"""Seconds from one request for a stream of events to the next, whatever the server asks for."""
+"""Minimum seconds between two requests for a stream of events, regardless of the server's wish."""
 
 _MARK = "agentfly"
 _SESSION = "mcp-session-id"
 _KEPT_HEADERS = ("content-type", _SESSION)
-_NO_SESSION = re.compile(r"session", re.IGNORECASE)  # as servers say with status 400 that they know none of this id
+_NO_SESSION = re.compile(
+    r"session", re.IGNORECASE
+)  # with status 400, the way in which servers report an unknown session id
 _NOT_OF_THE_CALL = frozenset({401, 403, 407, 408, 421, 429})
 _UNREACHABLE = frozenset({502, 503, 504})
-_SHOWN = 200  # characters of what a server says instead of an answer
+_SHOWN = 200  # characters of a server's error text that are shown
 
 
 class TransportFailure(StrEnum):
-    """The reason why HTTP brought no answer."""
+    """The reason why an HTTP request has no answer."""
 
-    SESSION_LOST = "session lost"  # the server knows nothing of the session any more
-    UNREACHABLE = "unreachable"  # nobody is there who could answer, now
+    SESSION_LOST = "session lost"  # the server has forgotten the session
+    UNREACHABLE = "unreachable"  # no server is reachable at present
     FAILED = "failed"  # this call alone failed
 
 
@@ -99,7 +101,7 @@ class MCPHTTPClient(httpx2.AsyncClient):
         self._next_stream_at = 0.0
 
     async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
-        """The response to a request, or one that says what went wrong.
+        """Return the response to a request, or a response that describes the failure.
 
         The credentials are on the request while it is sent, because responses and errors keep it.
         """
@@ -119,13 +121,13 @@ class MCPHTTPClient(httpx2.AsyncClient):
             return await super().send(request, **options)
         try:
             response = await super().send(request, **options)
-            if response.has_redirect_location:  # the package reads what comes with it, if it follows
+            if response.has_redirect_location:  # otherwise the package would read its body
                 await response.aread()
             return await self._checked(request, asked, response) if "id" in asked else response
         except httpx2.RequestError as error:
             if not self._has_answered:
                 raise
-            if "id" not in asked:  # nobody waits for an answer to a notification
+            if "id" not in asked:  # a notification has no answer
                 return httpx2.Response(202, request=request)
             gone = isinstance(error, (httpx2.ConnectError, httpx2.ConnectTimeout))
             trouble = TransportFailure.UNREACHABLE if gone else TransportFailure.FAILED
@@ -135,7 +137,7 @@ class MCPHTTPClient(httpx2.AsyncClient):
         """See that a response costs a bounded amount of memory and of the event loop's time, and shows no credential.
 
         Raises:
-            DecodingError: it is compressed, though nothing of the kind was asked for: a few hundred bytes may become
+            DecodingError: it is compressed although no compression was requested: a few hundred bytes may become
                 gigabytes.
         """
         redact = self._credentials.redact_bytes
@@ -143,7 +145,7 @@ class MCPHTTPClient(httpx2.AsyncClient):
         coding = response.headers.get("content-encoding", "identity").strip().lower()
         if coding != "identity":
             raise httpx2.DecodingError(f"it answered in the coding {coding[:_SHOWN]!r}, and none was asked for")
-        response.encoding = "utf-8"  # of JSON and of events; others take long to decode
+        response.encoding = "utf-8"  # for JSON and events; others take long to decode
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         response.stream = _Body(response.stream, kind == "text/event-stream", self._credentials)
 
@@ -203,7 +205,7 @@ _ENDS_OF_EVENTS = (b"\n\n", b"\r\r", b"\r\n\r\n")
 
 
 def _values(part: bytes) -> int:
-    """About how many values of JSON there are in a part of a message, at most."""
+    """Return an upper bound of the number of JSON values in a part of a message."""
     return sum(part.count(mark) for mark in (b",", b"[", b"{"))
 
 
@@ -213,7 +215,7 @@ class _Body(httpx2.AsyncByteStream):
     Args:
         stream: the body as it comes.
         of_events: whether it is a stream of events, each a message, or one message.
-        credentials: what is taken out.
+        credentials: the secrets to remove.
     """
 
     def __init__(self, stream: Any, of_events: bool, credentials: Credentials) -> None:
@@ -282,10 +284,10 @@ def _phrase(status: int) -> str:
 
 
 CONNECT_S = 30.0
-"""Seconds that a connection to an address may take to be made."""
+"""Time limit for connecting to an address, in seconds."""
 
 READ_S = 30.0
-"""Seconds beyond the time of a call after which a connection that brings nothing is given up. Calls end before."""
+"""Seconds beyond the time limit of a call after which a silent connection is closed. Calls end before that."""
 
 Incoming = MemoryObjectReceiveStream[SessionMessage | Exception]
 Outgoing = MemoryObjectSendStream[SessionMessage]
@@ -297,7 +299,7 @@ async def stdio_transport(
 ) -> AsyncIterator[tuple[Incoming, Outgoing]]:
     """Start a program, and communicate over its standard input and output, one message per line.
 
-    The program's input ends with the block, which tells it to exit.
+    The program's input ends with the block, so that it exits.
 
     Args:
         spec: the server.
@@ -379,19 +381,19 @@ async def _read(
 
 
 def _message(line: bytes) -> SessionMessage | Exception:
-    """The message of a line. One that answers a request, but not as the protocol wants it, becomes an error of it."""
+    """Parse a line. A malformed answer to a request becomes an error of that request."""
     try:
         return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
     except ValueError as error:
         answered = _answered(line)
-        if answered is None:  # the session tells it in its log: some programs print where they should not
+        if answered is None:  # the session logs it: some programs print to stdout by mistake
             return error
         failure = ErrorData(code=PARSE_ERROR, message=f"its answer is no message of the protocol: {error}")
         return SessionMessage(JSONRPCError(jsonrpc="2.0", id=answered, error=failure))
 
 
 def _answered(line: bytes) -> int | str | None:
-    """The id of the request that a line answers; None if it answers none."""
+    """Return the id of the request that a line answers; None if it answers none."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
@@ -404,7 +406,7 @@ def _answered(line: bytes) -> int | str | None:
 
 async def _write(writer: asyncio.StreamWriter, given: MemoryObjectReceiveStream[SessionMessage]) -> None:
     async with given:
-        with contextlib.suppress(ConnectionError):  # it has ended, which its output tells
+        with contextlib.suppress(ConnectionError):  # it has ended; the end of its output reports this
             async for one in given:
                 writer.write(one.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
                 await writer.drain()

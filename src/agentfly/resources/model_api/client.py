@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 
 def read_retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds until the far side wants to be asked again; None when it does not say, or not so that it can be read.
+    """Return the seconds until the server allows the next request; None if it gives no readable time.
 
-    A date is taken relative to the answer's own ``Date``, so that clocks that differ do no harm.
+    A date is read relative to the answer's own ``Date``, so that different clocks do no harm.
 
     Args:
-        headers: of the answer; looked up in lower case.
+        headers: the headers of the answer; names are looked up in lower case.
     """
     if (milliseconds := _number(headers.get("retry-after-ms"))) is not None:  # some endpoints are more exact
         return milliseconds / 1000
@@ -79,7 +79,7 @@ def _timestamp(text: str | None) -> float | None:
 T = TypeVar("T")
 
 MAX_ANSWER_BYTES = 64 * 2**20
-"""The longest answer that is read. Log-probs of a long completion take a few megabytes."""
+"""Maximum size of an answer in bytes. Log-probs of a long completion take a few megabytes."""
 
 _RATE_LIMIT_STATUSES = frozenset({429, 503, 529})
 _TRANSIENT_STATUSES = frozenset({408, 409, 425})
@@ -90,14 +90,14 @@ class ModelClient:
     """Calls one OpenAI-compatible endpoint: a server of vLLM or another, or an external API.
 
     Every call is one HTTP request with a deadline. It returns a checked value or raises one of four errors, none of
-    which holds a credential. A cancelled call closes its connection, so that the far side can stop generating. A client
+    which holds a credential. A cancelled call closes its connection, so that the server can stop generating. A client
     belongs to the event loop that it is used in. Redirects are not followed.
 
     Args:
         base_url: the base of the endpoint, such as ``http://localhost:8000/v1``.
-        model: what ``model`` is in every request; None for calls that give it, and for the ones that need none.
+        model: the field ``model`` of every request; None if the calls set it or need none.
         credentials: the secret headers to send.
-        connect_timeout_s: seconds that a connection may take to be made.
+        connect_timeout_s: time limit for connecting, in seconds.
         read_timeout_s: seconds that may pass without a byte from the far side. Without streaming the first one comes
             when the whole text is generated.
         max_answer_bytes: answers longer than this are malformed.
@@ -138,23 +138,23 @@ class ModelClient:
         await self._http.aclose()
         self._logs.close()
 
-    # --- what an endpoint can be asked --------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], *, call_timeout_s: float = 300.0, **parameters: Any
     ) -> ChatCompletion:
-        """Have the model answer a conversation.
+        """Request an answer to a conversation.
 
         Args:
-            messages: as in ``[{"role": "user", "content": "…"}]``.
-            call_timeout_s: seconds that the whole call may take.
-            parameters: anything that the endpoint takes: ``temperature``, ``max_tokens``, ``tools``, ``model`` …
+            messages: for instance ``[{"role": "user", "content": "…"}]``.
+            call_timeout_s: time limit of the whole call, in seconds.
+            parameters: any parameters of the endpoint: ``temperature``, ``max_tokens``, ``tools``, ``model`` …
 
         Raises:
-            APIUnavailable: no whole answer within the deadline, or a failure of the far side; the next try may do.
-            APIRateLimited: the same, and the far side asks for less.
+            APIUnavailable: no complete answer within the deadline, or a failure of the server; a retry may succeed.
+            APIRateLimited: the same, and the server asks for fewer requests.
             APIRefused: this call will never be answered.
-            APIMalformed: the answer is no chat completion.
+            APIMalformed: the answer is not a chat completion.
             UsageError: a parameter cannot be sent.
         """
         return await self._call(
@@ -217,7 +217,7 @@ class ModelClient:
         raise APIMalformed(f"What {self.base_url}{path} answered {found}", status=200)
 
     async def _send(self, method: str, url: str, content: bytes | None, limit_s: float) -> bytes | ModelAPIError:
-        """The body of an answer that is a success, or what went wrong.
+        """Return the body of a successful answer.
 
         Failures are returned and not raised from where they are found: the exceptions of the libraries below, and the
         frames that they came through, hold the headers of the request.
@@ -289,22 +289,24 @@ def _http_client(base_url: str, connect_timeout_s: float, read_timeout_s: float)
     return httpx.AsyncClient(
         verify=_certificates(),
         timeout=httpx.Timeout(read_timeout_s, connect=connect_timeout_s, pool=None),
-        # How many calls there are at a time is for others to decide: a pool that waits would hide who waits for what.
+        # The client does not limit concurrent calls: waits in its pool would be invisible to the rate limiter.
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=30.0),
         trust_env=not is_loopback(base_url),
-        cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # none is kept: owners share the connections
+        cookies=CookieJar(
+            DefaultCookiePolicy(allowed_domains=())
+        ),  # no cookies are stored, because owners share the connections
         follow_redirects=False,
     )
 
 
 def load_certificates() -> None:
-    """Do what the first client of a process takes a while for, so that it can be done elsewhere than in the loop."""
+    """Do the slow set-up of a process's first client, so that it can run outside the event loop."""
     _certificates()
 
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Whom to trust, read once: that takes a while, in which the event loop stands still."""
+    """Return the trusted certificates. They are read once, because reading blocks the event loop for a while."""
     import httpx
 
     return httpx.create_ssl_context()

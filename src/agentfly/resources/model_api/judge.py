@@ -16,8 +16,8 @@ from agentfly.core.errors import APIMalformed, UsageError
 from agentfly.core.lenient_json import InvalidJSON, decode_value
 from agentfly.resources.model_api.responses import ChatCompletion
 
-_STRAY_BRACES = 100  # that begin no object: a text with more is not read to its end, which would take too long
-_MOST_CUTS = 4  # ends of thoughts behind which a verdict is looked for
+_STRAY_BRACES = 100  # braces that begin no object; beyond this number the search stops, because it would take too long
+_MOST_CUTS = 4  # ends of reasoning; a verdict is searched after them
 _THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>|\[(/?)THINK\]", re.IGNORECASE)
 _LINE_BEFORE = re.compile(r"[ \t>*_`]*")
 _LINE_BEHIND = re.compile(r"[ \t.*_`]*(?:\n|\Z)")
@@ -28,7 +28,7 @@ def require_complete(verdict: ChatCompletion, wanted: str) -> str:
     """Return a judge's text if it is complete.
 
     Raises:
-        APIMalformed: it was cut off. Half of a number is a number too.
+        APIMalformed: it was truncated. A truncated number would still parse as a number.
     """
     if verdict.finish_reason == "length":
         raise APIMalformed(f"The judge was cut off before its {wanted}. Raise max_tokens.")
@@ -61,7 +61,7 @@ def _reasoning_ends(text: str) -> list[int]:
 
 
 def _last_object(key: str, text: str, position: int) -> tuple[dict[str, Any], int, int]:
-    """The last object from ``position`` on that is set apart, and where it begins and ends."""
+    """Return the last object after ``position`` that stands alone, with its begin and end."""
     last: tuple[dict[str, Any], int, int] = ({}, position, position)
     start, stray = text.find("{", position), 0
     while start >= 0 and stray < _STRAY_BRACES:
@@ -111,7 +111,7 @@ def read_ranking(verdict: ChatCompletion, count: int) -> list[int]:
     """The places, from 0 for the first response's number on, best first: a permutation of ``range(count)``.
 
     Raises:
-        APIMalformed: there is none. Nothing is made up for a number that is missing or there twice.
+        APIMalformed: there is none. A missing or repeated number is not corrected.
     """
     ranking = final_object_with("ranking", require_complete(verdict, "ranking")).get("ranking")
     numbers = [_whole(number) for number in ranking] if isinstance(ranking, list) else []
@@ -144,7 +144,7 @@ def _whole(number: Any) -> int | None:
 T = TypeVar("T")
 
 MAX_ATTEMPTS = 3
-"""How often a judge is asked for a verdict before its words are given up."""
+"""Maximum number of requests for a verdict that can be parsed."""
 
 RUBRIC = "1 if the response is right and complete, 0 if it is wrong or missing, and in between as far as it is right."
 
@@ -167,7 +167,7 @@ class Judge(ABC):
 
     @abstractmethod
     async def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> ChatCompletion:
-        """Have the model answer a conversation."""
+        """Request an answer to a conversation."""
 
     async def score(
         self,
@@ -181,18 +181,18 @@ class Judge(ABC):
         """Have the model judge a response.
 
         Args:
-            response: what to judge.
+            response: the response to judge.
             answer: the right answer, if there is one to compare with.
-            question: what the response was given to: a text, or messages.
-            rubric: how to score, in words; by default whether the response is right.
+            question: the question of the response: a text, or messages.
+            rubric: the rule for scoring, as text; by default whether the response is right.
             parameters: as in `chat`.
 
         Returns:
             A score from 0 to 1.
 
         Raises:
-            APIMalformed: the judge was asked `MAX_ATTEMPTS` times and gave no score. It is never taken for a zero.
-            UsageError: what is given cannot be written as JSON.
+            APIMalformed: the judge gave no score in `MAX_ATTEMPTS` attempts. This never counts as 0.
+            UsageError: an argument cannot be written as JSON.
             ModelAPIError, AcquireTimeout, ResourceDied: as in `chat`.
         """
         instruction = _INSTRUCTION.format(rubric=rubric or RUBRIC)
@@ -214,7 +214,7 @@ class Judge(ABC):
             responses: the responses, for instance those of all attempts at one task.
             answer: the right answer, if there is one.
             question: the question: a text, or messages.
-            criterion: what makes a response better, in words; by default correctness.
+            criterion: the rule for comparing responses, as text; by default correctness.
             parameters: as in `chat`.
 
         Returns:
@@ -243,7 +243,7 @@ class Judge(ABC):
         read: Callable[[ChatCompletion], T],
         parameters: Mapping[str, Any],
     ) -> T:
-        """Return the verdict read from the model's answer. Ask again, with the answer, as long as it has none."""
+        """Return the verdict in the model's answer. While the answer has none, ask again with the answer appended."""
         verdict = await self.chat(messages, **parameters)
         for _ in range(MAX_ATTEMPTS - 1):
             try:
@@ -255,7 +255,7 @@ class Judge(ABC):
 
 
 def judge_messages(instruction: str, **given: object) -> list[dict[str, Any]]:
-    """Return the messages for a judge. Texts are embedded as JSON, so that none of them can pass for an instruction.
+    """Return the messages for a judge. Texts are embedded as JSON, so that none of them looks like an instruction.
 
     Raises:
         UsageError: an argument cannot be written as JSON.
@@ -272,7 +272,7 @@ def read_score(verdict: ChatCompletion) -> float:
     """Read the score in a judge's text: in its concluding JSON object, or in the whole text without reasoning.
 
     Raises:
-        APIMalformed: there is no score from 0 to 1. A verdict that was cut off does not count.
+        APIMalformed: there is no score from 0 to 1. A truncated verdict does not count.
     """
     text = require_complete(verdict, "score")
     found = _number(text_after_reasoning(text))

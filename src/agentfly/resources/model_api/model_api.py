@@ -27,23 +27,23 @@ _PER_CALL_FIELDS = {"messages", "prompt", "model", "stream"}
 
 
 SPEC_ONLY_FIELDS = {"call_timeout_s", "wait_timeout_s", "retries", "connect_timeout_s", "read_timeout_s", "extra_body"}
-"""Fields of the spec that are easily taken for parameters of a call."""
+"""Fields of the spec that could be mistaken for parameters of a call."""
 
 
 BYTES_PER_TOKEN = 3
-"""Of text, at least: tokenizers of today make four of English and three of code, and the guess must not be too low."""
+"""A low estimate: current tokenizers have about four characters per token in English, and three in code."""
 
 MESSAGE_TOKENS = 8
 IMAGE_TOKENS = 1_500
 DEFAULT_COMPLETION_TOKENS = 1_024
-"""What an answer is guessed to take when the call does not limit it."""
+"""Estimated number of tokens of an answer without a limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAPISpec(ResourceSpec["ModelAPI"]):
     """A model behind an OpenAI-compatible API: a judge, a simulated user, a teacher.
 
-    The limits hold for everybody on this host together who calls the same model at the same address with the same key:
+    The limits apply to all calls on this host to the same model at the same address with the same key together:
     all rollouts, all pools and engines, all processes.
 
     Args:
@@ -54,17 +54,17 @@ class ModelAPISpec(ResourceSpec["ModelAPI"]):
         headers_env: further secret headers: a mapping, or pairs, of a header's name and the environment variable that
             holds its value.
         requests_per_minute: requests in any minute; None for no limit.
-        tokens_per_minute: tokens of prompts and answers in any minute; None for no limit. A call reserves what it may
-            take, which is its prompt and ``max_tokens``, and gives back what it did not.
-        max_concurrency: calls at a time; None for no limit. When the far side asks for less it is halved, and grows
-            again with the calls that go well. Any number of owners share one ``global`` instance.
-        call_timeout_s: seconds that a call may take from its first sending, with all further tries.
+        tokens_per_minute: tokens of prompts and answers in any minute; None for no limit. A call reserves its
+            prompt and ``max_tokens``, and returns what it did not use.
+        max_concurrency: maximum number of concurrent calls; None for no limit. It is halved when the server asks for
+            less, and grows again with the calls that go well. Any number of owners share one ``global`` instance.
+        call_timeout_s: time limit of a call in seconds, from its first attempt, including retries.
         wait_timeout_s: seconds that a call may wait for its turn under the limits.
         retries: further tries of a call that failed in a way that may pass.
-        connect_timeout_s: seconds that a connection may take to be made.
+        connect_timeout_s: time limit for connecting, in seconds.
         read_timeout_s: seconds that may pass without a byte from the far side, which sends the first one when the
             whole answer is generated.
-        extra_body: what goes into every request, such as ``{"temperature": 0}``; a call's own parameters win.
+        extra_body: added to every request, such as ``{"temperature": 0}``; parameters of a call take precedence.
 
     Raises:
         ConfigError: a field has a value that cannot be, for instance an address that was never filled in.
@@ -108,7 +108,7 @@ class ModelAPISpec(ResourceSpec["ModelAPI"]):
 
     @property
     def max_owners(self) -> None:
-        """Any number of owners share one ``global`` instance: what is limited is its calls, and not who has it."""
+        """No limit: any number of owners share one ``global`` instance, because only its calls are limited."""
         return
 
     @property
@@ -155,11 +155,11 @@ class ModelAPI(Resource, Judge):
         self._caller: RetryingCaller | None = None
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> ChatCompletion:
-        """Have the model answer a conversation.
+        """Request an answer to a conversation.
 
         Args:
-            messages: as in ``[{"role": "user", "content": "…"}]``.
-            parameters: anything that the endpoint takes: ``temperature``, ``max_tokens``, ``tools``, …
+            messages: for instance ``[{"role": "user", "content": "…"}]``.
+            parameters: any parameters of the endpoint: ``temperature``, ``max_tokens``, ``tools``, …
 
         Raises:
             APIUnavailable, APIRateLimited, APIMalformed: it failed, and so did the further tries; the deadline may
@@ -185,7 +185,10 @@ class ModelAPI(Resource, Judge):
         return await caller.call(lambda left: client.complete(prompt, call_timeout_s=left, **asked), tokens)
 
     async def models(self) -> tuple[str, ...]:
-        """The names of the models that the endpoint serves, asked once and outside the limits. Errors as in `chat`."""
+        """Return the names of the endpoint's models.
+
+        They are requested once, outside the limits. Errors as in `chat`.
+        """
         return await self._require_started()[0].models()
 
     def use(self) -> EndpointUse:
@@ -199,7 +202,7 @@ class ModelAPI(Resource, Judge):
         return self._gate.usage()
 
     async def start(self) -> None:
-        """Read the credentials. The endpoint is not asked: that costs money, and it may be down for a while only.
+        """Read the credentials. No request is made: it would cost money, and the endpoint may be down temporarily.
 
         Raises:
             PrerequisiteError: an environment variable is missing; the message names it.
@@ -220,10 +223,10 @@ class ModelAPI(Resource, Judge):
         self._caller = RetryingCaller(self._gate, retries)
 
     async def reset(self) -> None:
-        """Nothing to do: calls leave nothing behind, and cookies are not kept."""
+        """Do nothing: calls leave no state behind, and cookies are not stored."""
 
     async def status(self) -> Status:
-        """Say whether it can be called. A far side that fails is no reason to replace what calls it."""
+        """Return whether calls are possible. A failing server is no reason to replace the client."""
         return self.quick_status()
 
     def quick_status(self) -> Status:

@@ -18,14 +18,14 @@ from agentfly.resources.model_api.usage_window import AdmissionDelay, CallOutcom
 from agentfly.resources.process.procfs import ProcessIdentity
 
 POLL_S = 0.05
-"""Seconds after which is looked what other processes did, should their bell not have been heard."""
+"""Seconds between two checks for changes by other processes, in case their notification is lost."""
 
 MAX_POLL_S = 1.0
-"""Seconds after which is looked again in any case, which also keeps the place in the line."""
+"""Maximum seconds between two checks, which also keep the position in the queue."""
 
 LOCK_RETRY_S = 0.003
 CALL_END_MARGIN_S = 5.0
-"""Seconds after its deadline at which a call whose process died has certainly ended."""
+"""Seconds after its deadline when a call of a dead process has certainly ended."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class RateLimiter:
 
     Args:
         account: the traffic of the endpoint.
-        limits: what may be used.
-        name: of the endpoint, for messages.
+        limits: the limits of the endpoint.
+        name: the name of the endpoint, for messages.
         clock: seconds of a clock that all processes of the host read alike.
     """
 
@@ -80,8 +80,8 @@ class RateLimiter:
         self.limiter_id = uuid.uuid4().hex[:16]
         self._process = asdict(ProcessIdentity.current())
         self._loop = asyncio.get_running_loop()
-        # Whose turn it is; asyncio's locks are taken in order. A new call takes the first one too, so that one that is
-        # made again waits for no more than one of them.
+        # Order of the calls; asyncio's locks are fair. New calls take the first lock as well, so that a retried call
+        # waits for at most one of them.
         self._new, self._head = asyncio.Lock(), asyncio.Lock()
         self._changed = asyncio.Event()
         self._waiting = 0
@@ -91,17 +91,17 @@ class RateLimiter:
 
     @asynccontextmanager
     async def permit(self, tokens: int, *, wait_s: float, call_s: float, again: bool = False) -> AsyncIterator[Permit]:
-        """Wait for the turn of a call, and hold its place until the block ends, however it ends.
+        """Wait until a call may start. It counts as running until the block ends.
 
         Args:
-            tokens: what the call may take.
+            tokens: maximum number of tokens of the call.
             wait_s: seconds to wait at most.
-            call_s: seconds that the call may take.
-            again: whether it was made before and failed: its deadline runs, so it goes before the new ones.
+            call_s: time limit of the call in seconds.
+            again: whether it is a retry. Its deadline is running, so it precedes new calls.
 
         Raises:
             AcquireTimeout: its turn did not come in time.
-            APIRefused: it would take more tokens than all that are allowed.
+            APIRefused: it needs more tokens than the limit allows.
         """
         if self._limits.tokens is not None and tokens > self._limits.tokens:
             raise APIRefused(
@@ -129,8 +129,8 @@ class RateLimiter:
         return self._read(self._account.last_read)
 
     def changed(self) -> None:
-        """Somebody of this process changed the traffic, maybe in another thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so that nobody waits
+        """Another call of this process has changed the usage, perhaps on another thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no call waits
             self._loop.call_soon_threadsafe(self._changed.set)
 
     def _overdue(self, wait_s: float) -> AcquireTimeout:
@@ -218,7 +218,7 @@ class RateLimiter:
 
 
 def _poll_interval(wait: AdmissionDelay, shared: bool) -> float:
-    """Seconds after which to ask again if nothing is heard."""
+    """Return the seconds until the next check without a notification."""
     if wait.seconds is not None:
         return min(max(wait.seconds, 0.001), MAX_POLL_S)
     return POLL_S if shared else MAX_POLL_S

@@ -15,9 +15,9 @@ from agentfly.core.gc_tuning import paused_gc
 Json = Mapping[str, Any]
 
 MOST_VALUES = 4_000_000
-"""Commas and opening brackets that an answer may have. Twenty log-probs for each of 20,000 tokens are fewer."""
+"""Maximum number of commas and opening brackets of an answer. 20 log-probs for each of 20,000 tokens have fewer."""
 
-_MOST_TOKENS = 10**9  # of one call; a usage that says more is senseless, and would be counted against all others
+_MOST_TOKENS = 10**9  # per call; a higher reported usage is wrong, and would count against all other calls
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A call of a tool that a model asks for. ``arguments`` is the text it wrote, which may not be JSON."""
+    """A model's call of a tool. ``arguments`` is the sampled text, which may not be JSON."""
 
     id: str
     name: str
@@ -49,10 +49,10 @@ class ChatCompletion:
     Attributes:
         text: the model's text; empty if it only called tools.
         tool_calls: its tool calls.
-        finish_reason: ``stop``, ``length``, ``tool_calls`` or another value of the server; None if it gives none.
+        finish_reason: ``stop``, ``length``, ``tool_calls`` or another value of the server; None if absent.
         usage: the tokens of the call; None if the server does not report them.
         model: the model that answered, according to the server.
-        raw: the whole answer, with everything that is not read above: reasoning, log-probs, further choices.
+        raw: the whole answer, including reasoning, log-probs and further choices.
     """
 
     text: str
@@ -68,8 +68,8 @@ class TextCompletion:
     """The first choice of an answer to a prompt.
 
     Attributes:
-        text: what was sampled.
-        token_ids: the ids that were sampled; None when the far side does not send them. vLLM does when it is asked
+        text: the sampled text.
+        token_ids: the sampled ids; None if the server does not send them. vLLM does when it is asked
             for with ``return_token_ids=True``.
         prompt_token_ids: the ids of the prompt, likewise.
         token_logprobs: the log-prob of each sampled token, if asked for with ``logprobs=…``.
@@ -87,10 +87,10 @@ class TextCompletion:
 
 
 def read_json(body: bytes) -> Json:
-    """A JSON object from the body of an answer.
+    """Parse the JSON object in the body of an answer.
 
     Raises:
-        APIMalformed: it is something else, or may hold more than `MOST_VALUES`, which would hold up the event loop. NaN
+        APIMalformed: it is something else, or may have more than `MOST_VALUES`, which would block the event loop. NaN
             and infinities are no JSON (RFC 8259, section 6).
     """
     if sum(body.count(mark) for mark in (b",", b"[", b"{")) > MOST_VALUES:
@@ -106,7 +106,7 @@ def read_json(body: bytes) -> Json:
 
 
 def read_chat(answer: Json) -> ChatCompletion:
-    """A chat completion from an answer.
+    """Return the chat completion in an answer.
 
     Raises:
         APIMalformed: the answer is not one.
@@ -130,7 +130,7 @@ def read_chat(answer: Json) -> ChatCompletion:
 
 
 def read_completion(answer: Json) -> TextCompletion:
-    """A completion from an answer.
+    """Return the text completion in an answer.
 
     Raises:
         APIMalformed: the answer is not one.
@@ -157,7 +157,7 @@ def read_models(answer: Json) -> tuple[str, ...]:
     """The names of the models that an endpoint serves.
 
     Raises:
-        APIMalformed: the answer is no list of models.
+        APIMalformed: the answer is not a list of models.
     """
     listed = answer.get("data")
     if not isinstance(listed, list) or not all(
@@ -168,7 +168,7 @@ def read_models(answer: Json) -> tuple[str, ...]:
 
 
 def read_usage(answer: Json) -> Usage | None:
-    """The usage that an answer reports; None when it reports none, or none that can be."""
+    """Return the usage that an answer reports; None if it reports none, or an impossible one."""
     usage = answer.get("usage")
     if not isinstance(usage, dict):
         return None

@@ -1,4 +1,4 @@
-"""RetryingCaller: makes a call within its endpoint's limits, and retries it while that may help."""
+"""RetryingCaller: makes a call within its endpoint's limits, and retries it while a retry may succeed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ C = TypeVar("C", ChatCompletion, TextCompletion)
 logger = logging.getLogger(__name__)
 
 _TOLD_AGAIN_S = 30.0
-"""Seconds after which a failure is told once more, though a call has failed as often before."""
+"""Minimum seconds between two log messages about the same number of failed attempts."""
 
 MAX_RETRY_AFTER_S = 3600.0
-"""Seconds of a ``Retry-After`` that are believed at a time. After them the endpoint is asked again."""
+"""Maximum seconds of a ``Retry-After`` to wait before the endpoint is called again."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class RetryPolicy:
 
 
 class RetryingCaller:
-    """Makes calls under the limits of one endpoint, and again as long as that may help.
+    """Makes calls within the limits of one endpoint, and retries them while a retry may succeed.
 
     Args:
         gate: lets calls through.
-        retries: how often and how soon.
+        retries: the number of retries and their delays.
         chance: numbers from 0 to 1, for the pauses.
     """
 
@@ -74,7 +74,7 @@ class RetryingCaller:
         self._gate = gate
         self._retries = retries
         self._chance = chance
-        self._told = 0  # the most tries of a call that were told of since a call went well
+        self._told = 0  # the highest logged number of attempts since the last success
         self._told_at = 0.0
         self._said = ""
 
@@ -84,7 +84,7 @@ class RetryingCaller:
         A refused call is not tried again. Other failures are retried until the deadline or the maximum number of tries.
 
         Args:
-            send: makes the call within this many seconds.
+            send: makes the call, given its time limit in seconds.
             tokens: number of tokens that it may use.
 
         Raises:
@@ -119,8 +119,8 @@ class RetryingCaller:
         raise type(failure)(told, status=failure.status, retry_after_s=failure.retry_after_s)
 
     async def _pause(self, failure: ModelAPIError, tries: int, left: float) -> bool:
-        """Wait as long as is right before the next try; False if there is none any more."""
-        # Where the far side says when, the gate waits for it, for all calls together, and lets them through in order.
+        """Wait before the next attempt. Return False if there is none."""
+        # If the server gives a time, the rate limiter waits for it, for all calls together, and admits them in order.
         own = 0.0 if failure.retry_after_s is not None else self._retries.pause_s(tries, self._chance())
         if tries > self._retries.max_retries or max(own, failure.retry_after_s or 0.0) >= left:
             return False
@@ -129,7 +129,7 @@ class RetryingCaller:
         return True
 
     def _tell(self, failure: ModelAPIError, tries: int, pause_s: float) -> None:
-        """Say that a call is made again: once for each number of tries, however many calls fail together."""
+        """Log a retry: once per number of attempts, regardless of the number of failing calls."""
         now = asyncio.get_running_loop().time()
         if tries > self._told or now >= self._told_at + _TOLD_AGAIN_S:
             said = "The call failed in the same way again." if str(failure) == self._said else str(failure)

@@ -63,7 +63,7 @@ def wake(name: str) -> None:
 
 
 def _address(name: str) -> str:
-    return f"\0agentfly/{name}"  # in no directory (unix(7), abstract sockets): nobody has to remove it
+    return f"\0agentfly/{name}"  # an abstract socket (unix(7)), which needs no removal
 
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ LOCK_TIMEOUT_S = 2.0
 
 
 STALE_FILE_S = 24 * 3600.0
-"""Seconds after which the file of an endpoint is removed that nobody has called; what was in it expired long before."""
+"""Age in seconds after which the file of an unused endpoint is removed. Its records expired long before."""
 
 NOT_SHARED = (
     "The limits of a model API are kept by this process for itself, and not together with the others of the machine"
@@ -87,7 +87,7 @@ class UsageListener(Protocol):
 
     @property
     def limiter_id(self) -> str:
-        """The name by which the traffic knows it."""
+        """Its name in the usage window."""
 
     def changed(self) -> None:
         """The traffic was changed."""
@@ -97,7 +97,7 @@ class SharedUsage:
     """The traffic of one endpoint, model and key on this host. It may be used from any thread.
 
     Args:
-        path: the file; None keeps the account within this process.
+        path: the file; None keeps the usage within this process.
         boot: which boot of the machine the times in the file are of.
     """
 
@@ -148,7 +148,7 @@ class SharedUsage:
             self._left.append(function)
 
     def catch_up(self) -> bool:
-        """Change what was left to be changed; False if the file is not free for it."""
+        """Apply the pending changes. Return False if another process has locked the file."""
         try:
             self.change(lambda traffic: None)
         except FileLocked:
@@ -162,7 +162,7 @@ class SharedUsage:
             self._listeners.add(listener)
 
     def tell(self) -> None:
-        """Notify the listeners, and the process whose gate is next."""
+        """Notify the listeners, and the process of the next gate."""
         with self._lock:
             listeners = list(self._listeners)
             first = next(iter(self._traffic.line), None)
@@ -201,7 +201,7 @@ class SharedUsage:
 class HostUsageRegistry:
     """The accounts that are open in this process.
 
-    There is one for the process, because what limits a model API knows nothing of engines: two of them that called the
+    The process has one, because the limits of a model API are independent of engines: two engines that called the
     same endpoint with the same key, each within its limits, would be above them.
     """
 
@@ -212,7 +212,7 @@ class HostUsageRegistry:
         self._accounts: weakref.WeakValueDictionary[tuple[str, ...], SharedUsage] = weakref.WeakValueDictionary()
 
     def account(self, base_url: str, model: str, credentials: Credentials) -> SharedUsage:
-        """Return the account of an endpoint, model and key. It stays the same object as long as it is in use.
+        """Return the usage of an endpoint, model and key. It remains the same object while it is in use.
 
         Call it on a thread: a new account looks for its file.
         """
@@ -220,7 +220,7 @@ class HostUsageRegistry:
         new: SharedUsage | None = None
         while True:
             with self._lock:
-                if self._pid != os.getpid():  # a fork has copies of the accounts, and would take them for shared
+                if self._pid != os.getpid():  # a fork has copies of the objects and would treat them as shared
                     self._accounts.clear()
                     self._pid = os.getpid()
                 if (account := self._accounts.get(key)) is None and new is not None:
@@ -252,7 +252,7 @@ def _path(base_url: str, model: str, credentials: Credentials) -> Path | None:
 
 
 def _directories() -> Iterator[Path]:
-    """Return the possible directories of accounts: the state directory, then a directory of the user."""
+    """Yield the possible directories: one in the state directory, then one in a fallback directory."""
     with contextlib.suppress(PrerequisiteError):  # the user has no home
         yield user_directories.state_directory() / "apis"
     for spare in user_directories.fallback_state_directories():
@@ -271,6 +271,6 @@ def _salt(directory: Path) -> bytes:
         draft.touch(mode=0o600)
         draft.write_bytes(secrets.token_bytes(32))
         with contextlib.suppress(FileExistsError):
-            os.link(draft, path)  # whole, or not there
+            os.link(draft, path)  # atomic: readers see the whole file or none
         draft.unlink()
     return path.read_bytes()

@@ -23,10 +23,10 @@ MAX_TRANSIT_S = 5.0
 """Seconds after its sending by which a request has arrived at the far side."""
 
 QUEUE_ENTRY_TTL_S = 2.0
-"""Seconds for which a place in the line is kept for who does not ask again."""
+"""Seconds for which a gate keeps its position in the queue without asking again."""
 
 WINDOW_BUCKETS = 60
-"""Parts of a window that what is past is counted by, each rounded up."""
+"""Number of parts of a window in which past usage is counted, each rounded up."""
 
 CallOutcome = Literal["done", "slow down", "failed"]
 
@@ -60,7 +60,7 @@ class InFlightCall:
 
 @dataclass(frozen=True)
 class AdmissionDelay:
-    """Why there may not be one more call now, and after how many seconds there may; None if that is not known."""
+    """Why no further call may start now, and the seconds until one may; None if unknown."""
 
     why: str
     seconds: float | None = None
@@ -77,7 +77,7 @@ class UsageWindow:
         allowance: number of concurrent calls that the server accepts; None if it never asked for fewer.
         lowered_at: time of the last reduction of the allowance.
         successes: successful calls since the last change of the allowance.
-        line: the waiting gates in order, each with the time until which its position is kept.
+        line: the queue of waiting gates, each with the time until which its position is kept.
         processes: the processes of the gates, as JSON.
     """
 
@@ -98,7 +98,7 @@ class UsageWindow:
 
         Args:
             limits: the limits.
-            gate: the gate that asks.
+            gate: the gate of the call.
             call: the id of the call.
             tokens: number of tokens that it may use.
             now: the time.
@@ -132,35 +132,37 @@ class UsageWindow:
             limits: the limits.
             call: its id.
             now: the time.
-            outcome: what it shows about the server's load.
+            outcome: its implication for the server's load.
             tokens: number of tokens that it used; None if unknown.
             pause_s: seconds during which the server does not want further calls.
         """
         if pause_s is not None:
             self.paused_until = max(self.paused_until, now + pause_s)
         ended = self.open.pop(call, None)
-        if ended is None:  # it was given up as lost
+        if ended is None:  # it counted as lost
             return
         self._count(limits, ended, now, ended.tokens if tokens is None else tokens)
         if outcome == "done":
             self._grow(limits)
-        elif outcome == "slow down" and ended.sent >= self.lowered_at:  # the others say what is known already
+        elif (
+            outcome == "slow down" and ended.sent >= self.lowered_at
+        ):  # other calls of the same burst give no new information
             most = self.allowed(limits)
             self.allowance, self.lowered_at, self.successes = max(1, min(most, len(self.open) + 1) // 2), now, 0
 
     def leave(self, gate: str) -> None:
-        """A gate asks no more."""
+        """A gate has left the queue."""
         self.line.pop(gate, None)
 
     def bury(self, limits: RateLimits, gates: Iterable[str], now: float) -> None:
-        """The processes of some gates are dead, and with them what they had under way."""
+        """The processes of some gates are dead, and so are their calls."""
         for gate in gates:
             self.line.pop(gate, None)
             for call in [id_ for id_, one in self.open.items() if one.gate == gate]:
                 self.settle(limits, call, now, outcome="failed")
 
     def allowed(self, limits: RateLimits) -> int:
-        """Calls allowed at a time."""
+        """The allowed number of concurrent calls."""
         return limits.max_concurrency if self.allowance is None else min(self.allowance, limits.max_concurrency)
 
     def requests_in_window(self, limits: RateLimits, now: float) -> int:

@@ -27,12 +27,13 @@ def parse_address(setting: str, address: str, such_as: str) -> SplitResult:
     """A server's address in its one form: the host is in lower case and, if it is international, in punycode.
 
     Args:
-        setting: the name of what is set to it, for messages.
-        address: as it was written.
+        setting: the name of the setting, for messages.
+        address: the address as written by the user.
         such_as: an address as it should be, for messages.
 
     Raises:
-        ConfigError: nothing can be called there, or it holds a credential, which everybody would see who sees the spec.
+        ConfigError: it is not a valid address, or it contains a credential, which would be visible wherever the spec
+            is.
     """
     if not isinstance(address, str):
         raise ConfigError(f"{setting}={address!r}: write the address as a text, such as {such_as}.")
@@ -70,7 +71,7 @@ def parse_address(setting: str, address: str, such_as: str) -> SplitResult:
 
 
 def _ascii(host: str) -> str:
-    """A host as it is looked up.
+    """Return a host in its canonical form.
 
     Raises:
         ValueError: nothing can have this name.
@@ -114,7 +115,7 @@ def parse_base_url(base_url: str) -> str:
 
 
 def is_loopback(base_url: str) -> bool:
-    """Whether an endpoint is on this machine, so that no proxy can lead to it."""
+    """Return whether an endpoint is on this machine, so that no proxy is used for it."""
     host = urlsplit(base_url).hostname or ""
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
@@ -147,17 +148,17 @@ _KNOWN = """
     temperature tool_choice tools top_k top_logprobs top_p truncate_prompt_tokens use_beam_search user verbosity
     vllm_xargs web_search_options
 """
-"""Names that OpenAI's API and vLLM take. Others are sent too, because each endpoint may have some of its own."""
+"""Parameter names of OpenAI's API and vLLM. Others are sent, too, because an endpoint may have its own."""
 
 _ALIKE = 0.85  # max_token and max_tokens are more alike than that, top_k and top_p are not
 
 
 def check_parameter_names(names: Iterable[str], otherwise: str = "") -> None:
-    """See that no parameter's name is one that endpoints know but for a slip.
+    """Check parameter names for likely typing errors.
 
     Args:
         names: the names.
-        otherwise: what to do where the endpoint has such a parameter all the same.
+        otherwise: advice for an endpoint that does have such a parameter.
 
     Raises:
         UsageError: one is; the message names the nearest.

@@ -58,7 +58,7 @@ def child_wakeup_pipe() -> tuple[int, int]:
 
 
 def reap_child() -> tuple[int, int] | None:
-    """The id and exit status of an ended child, negative for a signal number; None if none has ended."""
+    """Return the id and exit status of an ended child, negative for a signal number; None if none has ended."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -132,7 +132,7 @@ def kill_descendants() -> None:
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Whether a process is a resource tracker of Python's multiprocessing."""
+    """Return whether a process is a resource tracker of Python's multiprocessing."""
     try:
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -152,7 +152,7 @@ INHERITED_VARIABLES = frozenset(
         *("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONUTF8"),
     }
 )
-"""The variables that programs and interpreters need to be found and to start; besides them ``LC_…``, for the locale."""
+"""Variables that programs and interpreters need to start. ``LC_…`` variables, for the locale, are inherited, too."""
 
 # The path is set before AgentFly is imported, so that both sides run the same code.
 _BOOT = (
@@ -162,11 +162,11 @@ _BOOT = (
 
 
 def python_command(address: str, *arguments: int | str) -> list[str]:
-    """The command line of a new interpreter that calls a function.
+    """Return the command line of a new interpreter that calls a function.
 
     Args:
         address: the function, as ``module:name``.
-        arguments: what it is called with. They are on the command line, which every user of the machine can read.
+        arguments: its arguments. They are on the command line, which every user of the machine can read.
     """
     module, _, function = address.partition(":")
     boot = _BOOT.format(module=module, function=function)
@@ -174,12 +174,12 @@ def python_command(address: str, *arguments: int | str) -> list[str]:
 
 
 def minimal_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The part of this process's environment that is safe to pass on: without secrets."""
+    """Return the part of this process's environment that is safe to pass on, without secrets."""
     return {name: value for name, value in environment.items() if name in INHERITED_VARIABLES or name.startswith("LC_")}
 
 
 def search_path() -> list[str]:
-    """The module search path of this process, with absolute entries.
+    """Return the module search path of this process, with absolute entries.
 
     Entries that Python ignores, such as a `Path` object, are left out.
     """
@@ -202,4 +202,4 @@ def describe_exit(status: int) -> str:
         name = signal.Signals(-status).name
     except ValueError:  # one of the real-time signals, most of which have no name
         name = f"signal {-status}"
-    return f"it was ended by {name}" + (", perhaps for lack of memory" if name == "SIGKILL" else "")
+    return f"it was ended by {name}" + (", perhaps because memory ran out" if name == "SIGKILL" else "")

@@ -3,9 +3,9 @@
 Each engine has its own file in the state directory. The first line identifies the process. Each further line records an
 instance that is about to start, with its traces, or an instance that was removed. Lines are written immediately, so
 that they survive the process. `sync` flushes them to disk, so that they survive a power failure. Only the last line can
-be truncated by the end of the process. What it announces then never happened.
+be truncated by the end of the process. Its operation then never began.
 
-A `CleanupRecord` is an entry with a ledger of its own, for temporary things that belong to no engine.
+A `CleanupRecord` is an entry with its own ledger, for temporary things that belong to no engine.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from agentfly.resources.process.procfs import ProcessIdentity
 logger = logging.getLogger(__name__)
 
 CLEANUP_RECORD_PREFIX = "record-"
-"""How the names of ledgers begin that belong to no engine (see `agentfly.resources.process.ledger`)."""
+"""Prefix of the names of ledgers that belong to no engine."""
 
 COMPACT_AFTER_LINES = 10_000
-"""Lines about instances that are gone after which a ledger is written anew."""
+"""Number of lines about removed instances after which a ledger is rewritten without them."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class LedgerEntry:
         instance: its name.
         kind: the name of its kind.
         reap: the address of the function that removes it by its traces; None when nothing outlives the process.
-        traces: what that function needs.
-        started: the seconds since the epoch at which it was written down.
-        unreachable_since: when its removal first failed because nothing answers where it is, in seconds since the
-            epoch; None if it has not.
+        traces: the argument of that function.
+        started: when it was recorded, in seconds since the epoch.
+        unreachable_since: when its removal first failed because its host did not answer, in seconds since the epoch;
+            None if it has not.
     """
 
     instance: str
@@ -79,12 +79,12 @@ def list_files(directory: Path) -> list[Path]:
 
 
 def find_ledgers(directory: Path) -> list[Path]:
-    """The ledgers that lie in a state directory."""
+    """Return the ledgers in a state directory."""
     return [path for path in list_files(directory) if path.suffix == ".ledger"]
 
 
 class Ledger:
-    """The file of one engine. It is made by the first entry, and removed by `close` if nothing is left in it.
+    """The file of one engine. The first entry creates it. `close` removes it if it has no entries left.
 
     Where the state directory cannot be written, from the start or later on, the ledger moves to a spare one, with a
     warning: nothing is ever started that is not written down.
@@ -131,9 +131,9 @@ class Ledger:
             logger.warning("The ledger still lists %s, which is gone: %s", instance, error)
 
     def sync(self) -> None:
-        """Bring what was written to the disk. It may be called from another thread."""
+        """Flush the file to disk. This may be called on another thread."""
         if (file := self._file) >= 0:
-            with contextlib.suppress(OSError):  # closed meanwhile: there is nothing left to keep
+            with contextlib.suppress(OSError):  # it was closed in the meantime
                 os.fdatasync(file)
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class Ledger:
             self.path = None
 
     def _append_or_move(self, line: str) -> None:
-        """Add a line, about what is in the entries already; in a spare directory if it cannot be in this one.
+        """Append a line about an entry, in a fallback directory if this one is not writable.
 
         Raises:
             OSError: it can be nowhere.
@@ -157,13 +157,13 @@ class Ledger:
             else:
                 self._append(line)
         except OSError as error:
-            self._move_to_spare(error)
+            self._move_to_fallback(error)
 
-    def _move_to_spare(self, reason: OSError) -> None:
-        """Go on in the first spare directory that can be written.
+    def _move_to_fallback(self, reason: OSError) -> None:
+        """Continue in the first fallback directory that is writable.
 
         Raises:
-            OSError: there is none; it is ``reason``.
+            OSError: none is writable; this is ``reason``.
         """
         here = (self._directory, self.path)
         for directory in user_directories.fallback_state_directories():
@@ -177,9 +177,7 @@ class Ledger:
             self._directory, self.path = here
             raise reason
         logger.log(
-            logging.DEBUG
-            if self._prefix == CLEANUP_RECORD_PREFIX
-            else logging.WARNING,  # an engine will say so, if there is one
+            logging.DEBUG if self._prefix == CLEANUP_RECORD_PREFIX else logging.WARNING,  # an engine logs this itself
             "%s cannot be written (%s). What is started is written down in %s instead, where `agentfly resources reap` "
             "looks too.",
             here[0],
@@ -187,7 +185,9 @@ class Ledger:
             directory,
         )
         if here[1] is not None:
-            with contextlib.suppress(OSError):  # if it stays, a reaper finds what is gone already, which does no harm
+            with contextlib.suppress(
+                OSError
+            ):  # if it stays, a reaper finds instances that are gone, which does no harm
                 here[1].unlink()
 
     def _rewrite(self) -> None:
@@ -210,7 +210,7 @@ class Ledger:
         self.path, self._file, self._lines = path, file, len(lines)
 
     def _append(self, line: str) -> None:
-        _write_all(self._file, f"\n{line}")  # the break comes first, so that a line cut short spoils no other
+        _write_all(self._file, f"\n{line}")  # the line break comes first, so that a truncated line damages no other
         self._lines += 1
 
 
@@ -222,7 +222,7 @@ def read_ledger(path: Path) -> tuple[ProcessIdentity | None, list[LedgerEntry]]:
         try:
             line = json.loads(text)
         except json.JSONDecodeError:
-            continue  # cut short by the end of its process, or by a full disk
+            continue  # truncated by the end of its process, or by a full disk
         try:
             if "ledger" in line:
                 owner = ProcessIdentity(**line["process"])
@@ -267,13 +267,13 @@ REMOVE_DIRECTORY = "agentfly.resources.process.ledger:remove_directory"
 
 
 class CleanupRecord:
-    """An entry with a ledger of its own, for things outside an engine that would outlive this process.
+    """An entry with its own ledger, for things outside an engine that would outlive this process.
 
     Examples are probes of the machine, half-unpacked images, and files for other processes. Create the record before
     the thing, and close it when the thing is gone. If the process dies in between, the next engine or ``agentfly
     resources reap`` removes the rest.
 
-    Where no ledger can be written, the record does nothing, so that a probe of the machine (``agentfly doctor``) never
+    If no ledger can be written, the record does nothing, so that a probe of the machine (``agentfly doctor``) never
     fails for that reason. An engine cannot start anything there either.
     """
 
@@ -281,9 +281,9 @@ class CleanupRecord:
         """Write it down.
 
         Args:
-            kind: what it is, for people.
+            kind: a name for listings.
             reap: the address of the function that removes it by its traces, as for `LedgerEntry`.
-            traces: what that function needs; JSON-able.
+            traces: the argument of that function; JSON-able.
         """
         self._instance = f"{kind}-{uuid.uuid4().hex[:8]}"
         self._ledger: Ledger | None = Ledger(_directory(), CLEANUP_RECORD_PREFIX)
@@ -308,7 +308,7 @@ class CleanupRecord:
 
 
 def remove_directory(traces: dict[str, Any]) -> None:
-    """Remove a directory with all that is in it. Fine if it is not there.
+    """Remove a directory with its content. Do nothing if it does not exist.
 
     Raises:
         OSError: something of it cannot be removed.

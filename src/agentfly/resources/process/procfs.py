@@ -32,7 +32,7 @@ class ProcessIdentity:
 
     @classmethod
     def current(cls) -> ProcessIdentity:
-        """This process."""
+        """Return the identity of this process."""
         pid = os.getpid()
         return cls(
             pid=pid,
@@ -54,7 +54,7 @@ class ProcessIdentity:
                 len(saved) == 5
             ):
                 return cls(**saved)
-        raise ValueError(f"{saved!r:.200} is no process")
+        raise ValueError(f"{saved!r:.200} is not a process")
 
     def is_dead(self) -> bool:
         """Whether the process is certainly gone. An unknown state counts as alive."""
@@ -67,7 +67,7 @@ class ProcessIdentity:
 
 
 def start_time(pid: int) -> int | None:
-    """The start time of a process in clock ticks since boot; None if it does not exist or is a zombie."""
+    """Return the start time of a process in clock ticks since boot; None if it does not exist or is a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -78,13 +78,13 @@ def start_time(pid: int) -> int | None:
 
 
 def age_seconds(started: int) -> float:
-    """Seconds since a start time in clock ticks since boot."""
+    """Return the seconds since a start time in clock ticks since boot."""
     uptime = float(Path("/proc/uptime").read_text().split()[0])
     return max(0.0, uptime - started / os.sysconf("SC_CLK_TCK"))
 
 
 def command_line(pid: int) -> str:
-    """The command line of a process; empty when there is no such process."""
+    """Return the command line of a process; empty if the process does not exist."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -96,17 +96,17 @@ _ROUNDS = 100
 
 
 def children(pid: int) -> list[int]:
-    """The children of a process, from all its threads."""
+    """Return the children of a process, from all its threads."""
     found: list[int] = []
-    with contextlib.suppress(OSError):  # it, or a thread of it, is gone
-        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208  (every start and kill asks, and pathlib is slow)
+    with contextlib.suppress(OSError):  # the process, or a thread of it, is gone
+        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208  (called for every start and kill, and pathlib is slow)
             with open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:  # noqa: PTH123
                 found += map(int, file.read().split())
     return found
 
 
 def descendants(pid: int) -> set[int]:
-    """All descendants of a process."""
+    """Return all descendants of a process."""
     found: set[int] = set()
     edge = children(pid)
     while edge:
@@ -143,7 +143,7 @@ def _open(pid: int) -> int | None:
 
 
 def uid_of(pid: int) -> int | None:
-    """The user id of a process, readable even if the process is not dumpable; None if it does not exist."""
+    """Return the user id of a process, readable even if the process is not dumpable; None if it does not exist."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except OSError:
@@ -152,7 +152,10 @@ def uid_of(pid: int) -> int | None:
 
 
 def private_memory_bytes(pid: int) -> int:
-    """Private memory of a process in bytes, including page tables. Pages shared by forks are counted in shares."""
+    """Return the private memory of a process in bytes, including page tables.
+
+    Pages shared by forks are counted in shares.
+    """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         lines += Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
@@ -166,7 +169,7 @@ _GONE = select.POLLHUP | select.POLLRDHUP | select.POLLERR
 
 
 def peer_closed(descriptor: int) -> bool:
-    """Whether the other end of a socket has been closed, even if unread data remains. It takes a microsecond.
+    """Return whether the other end of a socket has been closed, even if unread data remains. It takes a microsecond.
 
     The end of a process closes its sockets, so this detects it before the event loop does.
     """
@@ -174,7 +177,7 @@ def peer_closed(descriptor: int) -> bool:
 
 
 def has_exited(pidfd: int) -> bool:
-    """Whether a process has ended, by a pidfd (pidfd_open(2))."""
+    """Return whether a process has ended, given its pidfd (pidfd_open(2))."""
     return _polled(pidfd, select.POLLIN)
 
 

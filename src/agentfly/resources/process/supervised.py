@@ -105,10 +105,10 @@ class SupervisedProgram:
         try:
             report = json.loads(await asyncio.shield(self._exit_report))
         except (OSError, ValueError):
-            return "nothing tells how it ended"
+            return "the cause is unknown"
         if "failed" in report:
             return f"it could not be run: {report['failed']}"
-        return "it was told to end" if report["exit"] is None else describe_exit(report["exit"])
+        return "it was asked to end" if report["exit"] is None else describe_exit(report["exit"])
 
     def kill(self) -> None:
         """Kill the program and all its descendants; `wait_exit` returns when that is done."""
@@ -160,12 +160,12 @@ def reap(traces: Mapping[str, Any]) -> None:
     directory = Path(traces["directory"])
     renamed = directory.with_name(f"{directory.name}.reaped")
     with contextlib.suppress(FileNotFoundError):
-        directory.rename(renamed)  # so that no process can be started there any more
+        directory.rename(renamed)  # so that no process can start there any more
     began = time.monotonic()
     while left := _remaining_processes(traces, (directory, renamed)):
         waited = time.monotonic() - began
         if waited > _REAP_TIMEOUT_S:
-            raise ResourceError(f"The processes {left} of a supervised program do not end, not even by SIGKILL.")
+            raise ResourceError(f"The processes {left} of a supervised program do not end, even after SIGKILL.")
         for pid in left:
             if waited > RESOURCE_TRACKER_GRACE_S or not is_resource_tracker(pid):
                 with contextlib.suppress(ProcessLookupError):

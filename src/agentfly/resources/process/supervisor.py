@@ -1,12 +1,12 @@
 """The supervisor of a program: a small process that copies the program's output to a log and leaves nothing behind.
 
 It is a subreaper: descendants of the program become its children when their parents end, even if they have left the
-group or session. It kills all of them and exits when the program ends, when it is told to stop, or when the process
+group or session. It kills all of them and exits when the program ends, when it is asked to stop, or when the process
 that started it is gone.
 
 It holds one end of the control socket. The owner first sends a `ProgramSpec`, one line of JSON. Further lines, each a
 number of seconds, ask the program to end: it gets SIGTERM and that much time; the earliest deadline counts.
-End-of-file means: kill everything now. Before it exits, the supervisor writes an exit report in JSON.
+End-of-file means that everything is killed now. Before it exits, the supervisor writes an exit report in JSON.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class ProgramSpec:
     Attributes:
         command: its command line.
         env: all of its environment.
-        directory: a directory of its own; it marks all processes that the program starts.
+        directory: its private directory; it marks all processes that the program starts.
         log: the file for its stderr, and for its stdout unless ``stdout`` is given.
         max_log_bytes: the maximum size of the log, in bytes.
         secrets: texts that must not appear in the log.

@@ -59,7 +59,7 @@ class History:
             case 2:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.Event().wait()
-                await asyncio.Event().wait()  # takes no notice of being cancelled
+                await asyncio.Event().wait()  # ignores its cancellation
             case 3 | 4 | 5:
                 await asyncio.sleep(self.random.uniform(0, 5))
             case 6 | 7:

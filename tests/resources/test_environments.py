@@ -407,6 +407,6 @@ async def forgets_to_return() -> None:
 @everywhere
 async def test_a_factory_that_gives_nothing_is_a_configuration_error(runs: Runs) -> None:
     nothing = environment(factory=forgets_to_return, runs=runs)
-    with pytest.raises(ConfigError, match="The factory forgets_to_return gave None"):
+    with pytest.raises(ConfigError, match="The factory forgets_to_return returned None"):
         await nothing.start()
     await nothing.release()

@@ -145,7 +145,8 @@ async def test_a_crash_is_told_with_its_cause_and_the_end_of_the_output() -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "told"), [(signal.SIGKILL, "ended by SIGKILL, perhaps for lack of memory"), (35, "ended by signal 35")]
+    ("number", "told"),
+    [(signal.SIGKILL, "ended by SIGKILL, perhaps because memory ran out"), (35, "ended by signal 35")],
 )
 async def test_a_death_by_a_signal_is_told(number: int, told: str) -> None:
     machine = await started()

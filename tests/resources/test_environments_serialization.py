@@ -213,7 +213,7 @@ async def test_what_could_not_be_made_anew_is_never_given_to_anybody(runs: Runs,
     with pytest.raises(OSError, match="files are gone"):
         await once.reset()
     assert await once.status() is Status.BROKEN
-    with pytest.raises(ResourceDied, match="making it anew failed with OSError"):
+    with pytest.raises(ResourceDied, match="creating it again failed with OSError"):
         await once.step()
     await once.release()
 
@@ -223,7 +223,7 @@ async def test_what_could_not_be_made_anew_is_never_given_to_anybody(runs: Runs,
 async def test_a_making_anew_has_the_time_of_a_start(runs: Runs, path: Path) -> None:
     diary = environment(SlowAfterTheFirst, str(path), runs=runs, start_timeout_s=0.3)
     await diary.start()
-    with pytest.raises(ResourceDied, match=r"it was not made anew within start_timeout_s=0.3"):
+    with pytest.raises(ResourceDied, match=r"it was not created again within start_timeout_s=0.3"):
         await diary.reset()
     assert await diary.status() is Status.BROKEN
     await diary.release()
@@ -284,7 +284,7 @@ async def test_a_call_in_the_loop_that_ignores_its_cancellation_is_not_said_to_b
     await deaf.start()
     call = asyncio.create_task(deaf.step(end))
     await asyncio.sleep(0.01)
-    with pytest.raises(ResourceError, match=r"environment-under-test\.step takes no notice"):
+    with pytest.raises(ResourceError, match=r"environment-under-test\.step ignores its cancellation"):
         await deaf.release()
     end.set()
     assert await call == "at last"

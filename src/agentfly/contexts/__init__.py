@@ -1,1 +1,1 @@
-"""Layer III: what a tool or reward may ask for by a parameter."""
+"""Layer III: the context that tools and rewards receive as a parameter."""

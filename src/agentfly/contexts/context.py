@@ -1,4 +1,4 @@
-"""Context: what a tool or reward may ask for: ids, the task, the trajectory so far, and resources."""
+"""Context: the ids, task, trajectory so far and resources for a tool or reward."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class AcquireCall(Coroutine[Any, Any, R_co]):
         return self._work.__await__()
 
     def send(self, value: Any) -> Any:
-        """Go on, as coroutines do."""
+        """Continue, as coroutines do."""
         return self._work.send(value)
 
     def throw(self, *error: Any) -> Any:
-        """Go on with an exception, as coroutines do."""
+        """Continue with an exception, as coroutines do."""
         return self._work.throw(*error)
 
     def close(self) -> None:
@@ -250,7 +250,7 @@ class Context:
             deadline = None if timeout is None else asked + timeout
             if call is not None:
                 call.leases.append(lease)
-                if call.ended:  # meanwhile, so that nobody else would end the lease
+                if call.ended:  # in the meantime, so nothing else would end the lease
                     await self._engine.release(lease)
                     raise self._too_late()
             if prepare is None or await self._prepare_once(lease, prepare, deadline):
@@ -262,7 +262,7 @@ class Context:
 
         ``async with context.lease(SANDBOX) as box:``
 
-        Raises: as `acquire`.
+        Raises: the errors of `acquire`.
         """
         return LeaseBlock(self._lend(spec, timeout))
 
@@ -313,11 +313,11 @@ class Context:
         make: Callable[[Context], Coroutine[Any, Any, T]],
         close: Callable[[T], Awaitable[object]],
     ) -> T:
-        """Return an object that the rollout keeps between its calls. It is made once and closed with the rollout.
+        """Return an object that the rollout keeps between its calls. It is created once and closed with the rollout.
 
         Args:
             key: identifies the object.
-            make: makes it from the context of the whole rollout, because a call's context ends with the call.
+            make: creates it from the context of the whole rollout, because a call's context ends with the call.
             close: closes it within ten seconds, before the rollout's resources are released.
 
         Raises:

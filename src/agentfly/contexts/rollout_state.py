@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutCache:
-    """Objects of a rollout, made on first use and closed in reverse order."""
+    """Objects of a rollout, created on first use and closed in reverse order."""
 
     def __init__(self) -> None:
         self._kept: dict[object, _CachedObject[Any]] = {}
@@ -33,9 +33,9 @@ class RolloutCache:
         make: Callable[[], Coroutine[Any, Any, T]],
         close: Callable[[T], Awaitable[object]],
     ) -> T:
-        """Return the object for a key. The first request makes it.
+        """Return the object for a key. The first request creates it.
 
-        Making it continues after a cancellation of the request, so that the object can be closed. A failure is not
+        The creation continues after a cancellation of the request, so that the object can be closed. A failure is not
         cached: the next request tries again.
 
         Raises:

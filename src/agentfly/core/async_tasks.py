@@ -14,13 +14,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CANCEL_GRACE_S = 5.0
-"""Seconds that an operation has to end after it was cancelled. After that nobody waits for it."""
+"""Seconds that an operation has to end after its cancellation. After that it is abandoned."""
 
 
 async def gather_or_raise(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run coroutines concurrently and return their results in order.
 
-    The first failure cancels the others. It is raised as it is, with its cause, and not in an exception group.
+    The first failure cancels the others. It is raised unchanged, with its cause, and not in an exception group.
     """
     try:
         async with asyncio.TaskGroup() as group:
@@ -32,7 +32,7 @@ async def gather_or_raise(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def wait_at_most(work: Coroutine[Any, Any, T], limit_s: float, what: str) -> T:
-    """Wait for ``work``, at most for a time, also if it takes no notice of being cancelled.
+    """Wait for ``work`` for a limited time, even if it ignores its cancellation.
 
     Raises:
         TimeoutError: it took longer; it has been cancelled.
@@ -54,7 +54,7 @@ async def cancel_and_wait(task: asyncio.Future[Any]) -> None:
     task.cancel()
     await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
     if not task.done():
-        logger.error("%r takes no notice of being cancelled and is left to itself.", task)
+        logger.error("%r ignores its cancellation and is abandoned.", task)
         task.add_done_callback(retrieve_exception)
     else:
         retrieve_exception(task)
@@ -62,7 +62,7 @@ async def cancel_and_wait(task: asyncio.Future[Any]) -> None:
 
 def retrieve_exception(task: asyncio.Future[Any]) -> None:
     if not task.cancelled():
-        task.exception()  # nobody waits for it; marked as seen, so that it is not reported as forgotten
+        task.exception()  # marked as retrieved, so that asyncio does not report it as never retrieved
 
 
 async def wait_uninterrupted(tasks: set[asyncio.Task[Any]]) -> None:

@@ -168,7 +168,10 @@ def _opened_lock(path: Path) -> Iterator[int]:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSON-lines file; an empty list if it is missing. A line that a crash cut is left out."""
+    """Return the objects of a JSON-lines file.
+
+    An empty list if it is missing. A line that a crash truncated is left out.
+    """
     if not path.is_file():
         return []
     values = []
@@ -234,10 +237,10 @@ def recover_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def mend_last_line(path: Path) -> None:
-    """Make a JSON-lines file end with a whole line, so that the next line stands alone.
+    """Make a JSON-lines file end with a whole line, so that the next line begins on its own line.
 
-    A last line that a crash cut is removed, with a warning. A last line that lacks only its line end gets one. So does
-    a last line that is not the beginning of a JSON object, because the file may hold a user's notes.
+    A last line that a crash truncated is removed, with a warning. A last line that lacks only its line end gets one. So
+    does a last line that is not the beginning of a JSON object, because the file may hold a user's notes.
     """
     if not path.is_file():
         return
@@ -262,7 +265,7 @@ def is_whole_line(line: bytes) -> bool:
         json.loads(line)
     except ValueError:
         return False
-    except RecursionError:  # nested too deeply to be read, but not cut
+    except RecursionError:  # nested too deeply to be read, but not truncated
         return True
     return True
 

@@ -1,7 +1,7 @@
-"""Garbage collection while many rollouts run: what stays is not looked at, and what is new less often.
+"""Garbage collection while many rollouts run: long-lived objects are skipped, and new ones are scanned less often.
 
-Imported modules (PyTorch's above all) and the model are hundreds of thousands of objects that stay, and the rollouts
-that run are as many again. A full collection looks at every one of them and stops all rollouts meanwhile.
+Imported modules, mainly those of PyTorch, and the model are hundreds of thousands of long-lived objects. Running
+rollouts have as many. A full collection scans all of them and stops all rollouts while it does.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 GEN0_THRESHOLD = 10_000
-"""How many more objects there have to be until new ones are looked at; Python's own default is 700 or 2,000."""
+"""Number of additional objects before a collection of new ones. Python's default is 700 or 2,000."""
 
 INTERPRETER_FREEZES = 10_000
-"""The most objects that the interpreter has frozen by itself at its start: some hundreds in Python 3.12."""
+"""Upper bound for the objects that the interpreter itself freezes at its start: some hundreds in Python 3.12."""
 
 COLLECT_EVERY_S = 60.0
-"""Seconds between the full collections before runs, at least, when these follow one another quickly."""
+"""Minimum seconds between two full collections before runs that follow one another quickly."""
 
 
 class _GCTuning:
@@ -38,7 +38,7 @@ class _GCTuning:
             if self._users == 1:
                 self._freeze()
                 before = gc.get_threshold()
-                if 0 < before[0] < GEN0_THRESHOLD:  # at 0 the program has switched collections off
+                if 0 < before[0] < GEN0_THRESHOLD:  # 0 means that the program has disabled collections
                     self._before = before
                     gc.set_threshold(GEN0_THRESHOLD, *before[1:])
 
@@ -55,11 +55,13 @@ class _GCTuning:
             self._before = None
 
     def _freeze(self) -> None:
-        if gc.get_freeze_count() > INTERPRETER_FREEZES:  # by the program itself, and thawing would undo that too
+        if (
+            gc.get_freeze_count() > INTERPRETER_FREEZES
+        ):  # the program froze objects itself, and unfreezing would undo that
             return
         now = time.monotonic()
         if self._collected is None or now - self._collected > COLLECT_EVERY_S:
-            gc.collect()  # so that no garbage is frozen, run after run
+            gc.collect()  # so that garbage is not frozen run after run
             self._collected = now
         gc.freeze()
         self._frozen = True
@@ -85,9 +87,9 @@ def tuned_gc() -> Iterator[None]:
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Within the block nothing is collected, for what makes many objects at once and keeps them.
+    """Disable collection within the block, for code that creates many long-lived objects at once.
 
-    Collections would look at them again and again while they are being made. The block must not wait for anything.
+    Collections would scan them repeatedly while they are created. The block must not wait for anything.
     """
     enabled = gc.isenabled()
     gc.disable()

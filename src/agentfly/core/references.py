@@ -1,4 +1,4 @@
-"""References: how a configuration names something in the user's code, ``module:name`` or ``path/file.py:name``."""
+"""References: names of objects in the user's code, ``module:name`` or ``path/file.py:name``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def load_reference(reference: str, *, base: Path, field: str) -> Any:
 
     Args:
         reference: ``module:name`` or ``path/file.py:name``.
-        base: the directory that a path is relative to. Modules are looked for there first.
+        base: the directory that a path is relative to. Modules are searched there first.
         field: the configuration field that holds the reference, for messages.
 
     Raises:
@@ -85,7 +85,7 @@ def _module_of_file(path: str, base: Path, field: str) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     if str(file.parent) not in sys.path:
-        sys.path.insert(0, str(file.parent))  # so that the file can import its neighbours, as when Python runs it
+        sys.path.insert(0, str(file.parent))  # so that the file can import modules beside it, as when Python runs it
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{field}: {file} cannot be loaded as a Python module.")

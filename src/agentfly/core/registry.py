@@ -59,7 +59,7 @@ class Registry(Generic[T]):
         """Return the value with this name.
 
         Raises:
-            ConfigError: there is none; the message suggests the nearest name.
+            ConfigError: the name is unknown; the message suggests the nearest one.
         """
         if name not in self._known:
             raise ConfigError(f"There is no {self._kind} {name!r}. {suggest_name(name, sorted(self._known))}")

@@ -18,7 +18,7 @@ from pathlib import Path
 from agentfly.core.files import try_lock, unlock
 
 SLOT_BYTES = 2**24
-"""Bytes that may be kept. The file is sparse: what is not used takes no room."""
+"""Maximum size of the content in bytes. The file is sparse, so unused bytes take no space."""
 
 _HEADER = struct.Struct("<QII")  # number of the writing, length, checksum
 _READ_AHEAD = 16 * 2**10
@@ -57,7 +57,7 @@ class LockedFile:
 
 @contextlib.contextmanager
 def lock_file(path: Path) -> Iterator[LockedFile]:
-    """Lock a file, which is made if it is not there, for the length of a block.
+    """Lock a file within the block. Create it if it does not exist.
 
     Raises:
         FileLocked: another process has it.
@@ -71,7 +71,7 @@ def lock_file(path: Path) -> Iterator[LockedFile]:
     try:
         if not try_lock(file):
             raise FileLocked
-        if not os.fstat(file).st_nlink:  # removed a moment ago; the next one to ask makes another
+        if not os.fstat(file).st_nlink:  # it was just removed; the next request creates another one
             raise FileLocked
         yield LockedFile(file)
     finally:

@@ -25,7 +25,7 @@ TERMINATING = (signal.SIGTERM, signal.SIGHUP)
 """Signals that end a process by default. SIGHUP is sent when the terminal is closed."""
 
 FORCE_EXIT_AFTER_S = 10.0
-"""Seconds after which a further signal aborts the clean-up; a later process then removes what is left."""
+"""Seconds after which another signal aborts the clean-up. A later process then removes the rest."""
 
 LOOP_BLOCKED_AFTER_S = 1.0
 """Seconds after which an event loop that has not handled the first signal counts as blocked."""
@@ -246,7 +246,7 @@ def _hold() -> _DeferredSigint | None:
 
 
 class _DeferredSigint:
-    """Keeps a signal for the handler that it replaces."""
+    """Stores a signal for the handler that it replaces."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self.handler = handler

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_MAX_SCANS = 100  # of one directory in which others make new entries meanwhile
+_MAX_SCANS = 100  # of one directory in which other processes create entries at the same time
 _OURS = stat.S_IRWXU
 
 
@@ -22,10 +22,10 @@ class _DirectoryFrame:
     """A directory on the way down.
 
     Args:
-        name: what it is called in the one above.
+        name: its name in its parent directory.
         identity: its device and inode.
         ahead: the directories in it that are still to be removed.
-        scans: how often it has been emptied.
+        scans: the number of times it has been emptied.
     """
 
     name: str
@@ -35,10 +35,10 @@ class _DirectoryFrame:
 
 
 def remove_tree(path: Path | str) -> None:
-    """Remove a file, or a directory with all that is in it. Fine if it is not there, or goes meanwhile.
+    """Remove a file, or a directory with its content. Do nothing if it does not exist or is removed concurrently.
 
     No symbolic link is followed below ``path``, and no other file system entered. Permissions that its owner could
-    change are no obstacle. The depth of the tree takes memory, but neither stack nor file descriptors.
+    change are removed, too. The depth of the tree takes memory, but neither stack nor file descriptors.
 
     Raises:
         OSError: something of it cannot be removed, or was moved elsewhere meanwhile.
@@ -98,7 +98,7 @@ def _go_down(here: int, name: str, levels: list[_DirectoryFrame], device: int) -
 
 
 def _go_up(here: int, levels: list[_DirectoryFrame]) -> int:
-    """Remove the present directory, which was emptied, and go on with the one above; stay if there is more in it."""
+    """Remove the current, emptied directory, and continue with its parent. Stay if it has new entries."""
     level, upper = levels[-1], levels[-2]
     up = os.open("..", _OPEN, dir_fd=here)
     try:
@@ -118,7 +118,7 @@ def _go_up(here: int, levels: list[_DirectoryFrame]) -> int:
 
 
 def _try_unlink(above: int, name: str) -> bool:
-    """Remove what is no directory; whether there is nothing any more."""
+    """Remove an entry that is not a directory. Return whether it is gone."""
     try:
         os.unlink(name, dir_fd=above)
     except FileNotFoundError:
@@ -132,7 +132,7 @@ def _try_unlink(above: int, name: str) -> bool:
 
 
 def _open_directory(above: int, name: str) -> int | None:
-    """A directory, opened so that entries can be removed from it; None if there is none any more."""
+    """Open a directory, so that its entries can be removed. Return None if it is gone."""
     try:
         try:
             here = os.open(name, _OPEN, dir_fd=above)
@@ -146,7 +146,7 @@ def _open_directory(above: int, name: str) -> int | None:
             return None
         raise
     if os.fstat(here).st_mode & _OURS != _OURS:
-        with contextlib.suppress(PermissionError):  # not ours; what cannot be removed for it will say so
+        with contextlib.suppress(PermissionError):  # of another user; a failed removal reports this later
             os.fchmod(here, _OURS)
     return here
 
@@ -155,7 +155,7 @@ def _grant_owner_access(above: int, name: str) -> None:
     """Let its owner into a directory that not even he may read."""
     handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
     try:
-        os.chmod(f"/proc/self/fd/{handle}", _OURS)  # the directory itself: fchmod takes no such handle
+        os.chmod(f"/proc/self/fd/{handle}", _OURS)  # by path, because fchmod does not accept such a descriptor
     finally:
         os.close(handle)
 

@@ -1,4 +1,4 @@
-"""Excerpts: long text cut down to its head and tail, saying what was left out."""
+"""Truncation of long text to its head and tail, with a note about the omitted part."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 MAX_ECHO_CHARS = 800
-"""How much of what the model wrote an error repeats to it, in characters."""
+"""Maximum number of characters of the model's text that an error repeats."""
 
 CHARS_PER_TOKEN = 4
-"""What a token is taken for where there is no tokenizer to count with."""
+"""Assumed characters per token without a tokenizer."""
 
-_LONG_TOKEN_CHARS = 16  # few tokens are longer: so much text, for each token that may stay, is looked at
+_LONG_TOKEN_CHARS = 16  # few tokens are longer: this much text is encoded for each token that may stay
 
 _PART = "\ufffd"  # what a part of a character is decoded to
 
@@ -32,7 +32,7 @@ class TokenCodec(Protocol):
 
 
 def truncate_middle(text: str, max_chars: int) -> str:
-    """``text`` if it has at most ``max_chars`` characters, else its head and tail, with what was left out counted.
+    """Return ``text`` if it has at most ``max_chars`` characters, else its head and tail and the omitted length.
 
     The note between the two parts comes on top of ``max_chars``.
     """
@@ -43,14 +43,14 @@ def truncate_middle(text: str, max_chars: int) -> str:
 
 
 def truncate_by_characters(text: str, max_tokens: int) -> str:
-    """Cut a text where there is no tokenizer: four characters count as a token."""
+    """Truncate a text without a tokenizer: four characters count as one token."""
     return truncate_middle(text, max_tokens * CHARS_PER_TOKEN)
 
 
 class TokenTruncator:
-    """Cuts texts by the tokens of one tokenizer. The note between head and tail comes on top of what is allowed.
+    """Truncates texts by the tokens of one tokenizer. The note between head and tail does not count.
 
-    Only the ends of a long text are encoded, so that what a tool prints by the megabyte costs no more than what the
+    Only the ends of a long text are encoded, so that megabytes of tool output cost no more than what the
     model will see of it.
 
     Args:
@@ -86,7 +86,7 @@ class TokenTruncator:
         while not window.startswith(kept) and kept.endswith(_PART):
             kept = kept[:-1]
         length = len(kept) if window.startswith(kept) else len(window) * tokens // len(ids)
-        while length and self._count(text[:length]) > tokens:  # what is cut in two may have more than it had in one
+        while length and self._count(text[:length]) > tokens:  # two parts may have more tokens than the whole
             length -= 1 + length // 16
         return length
 

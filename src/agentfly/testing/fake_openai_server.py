@@ -1,9 +1,9 @@
-"""A real HTTP server of an OpenAI-compatible API that fails on request, in every way that such a server can.
+"""An HTTP server of an OpenAI-compatible API that fails on request in every way that such a server can.
 
 ::
 
     async with FakeOpenAIServer() as server:
-        server.script += [fails(429, retry_after="1"), stalls, says("hello")]
+        server.script += [error_reply(429, retry_after="1"), stalls_in_body, text_reply("hello")]
         spec = ModelAPISpec(base_url=server.url, model="m")
 """
 
@@ -39,12 +39,12 @@ class FakeOpenAIServer:
     """The server, as an async context manager.
 
     Each request takes the next reply of ``script``, or ``default_reply`` when none is left. It can be entered again
-    once it has been left, and is at the same port then.
+    after it was left, and then has the same port.
 
     Attributes:
-        requests: all that arrived.
-        open: how many are being answered.
-        max_open: how many were at a time, at most.
+        requests: all requests so far.
+        open: number of requests in progress.
+        max_open: the maximum of ``open`` so far.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class FakeOpenAIServer:
         self._changed.set()
         answer = self.script.popleft() if self.script else self.default_reply
         answering = asyncio.ensure_future(answer(request, writer))
-        hung_up = asyncio.ensure_future(reader.read(1))  # nothing more is sent before the answer, except the end
+        hung_up = asyncio.ensure_future(reader.read(1))  # before the answer a client sends nothing, except end-of-file
         try:
             await asyncio.wait({answering, hung_up}, return_when=asyncio.FIRST_COMPLETED)
             if hung_up.done():
@@ -127,7 +127,7 @@ async def _read(reader: asyncio.StreamReader) -> ReceivedRequest | None:
     return ReceivedRequest(method, path, headers, json.loads(body) if body else None)
 
 
-# --- answers -------------------------------------------------------------------------------------------------------
+# --- replies -------------------------------------------------------------------------------------------------------
 
 
 def head(status: int, length: int | None, headers: dict[str, str] | None = None) -> bytes:
@@ -170,7 +170,7 @@ def text_reply(text: str, usage: tuple[int, int] | None = (3, 2)) -> ServerReply
 
 
 def error_reply(status: int, message: str = "it is not to be", **headers: str) -> ServerReply:
-    """Answer with an error as OpenAI writes one."""
+    """Answer with an error in the format of OpenAI."""
     return raw_reply(status, {"error": {"message": message, "type": "t", "code": None}}, **headers)
 
 
@@ -247,5 +247,5 @@ async def echoes_credentials(request: ReceivedRequest, writer: asyncio.StreamWri
 
 
 async def echoes_credentials_as_an_answer(request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
-    """Answer 200 with the headers that were sent, in the place of a completion."""
+    """Answer 200 with the request's headers instead of a completion."""
     await raw_reply(200, {"headers": request.headers})(request, writer)

@@ -1,6 +1,6 @@
 """A fake resource that fails, hangs, delays or dies on request, for tests of code that uses resources.
 
->>> world = FakeWorld()
+>>> world = FakeBackend()
 >>> spec = FakeSpec(world=world, capacity=2)
 
 ``world.alive`` then holds the instances that exist, independent of the engine's state.
@@ -17,8 +17,8 @@ from agentfly.resources.spec import ResourceSpec
 
 FaultHook = Callable[[str, str], Awaitable[None]]
 """Called with an operation (``start``, ``reset``, ``status``, ``release``, ``freeze``, ``thaw``, ``use``) and an
-instance's name, or with ``prepare`` and an image, while the operation is under way: it may take its time, raise, or
-never return."""
+instance's name, or with ``prepare`` and an image, while the operation runs. It may be slow, raise, or never
+return."""
 
 
 async def no_faults(operation: str, instance: str) -> None:
@@ -79,7 +79,7 @@ class FakeResource(Resource):
     """An instance in a `FakeBackend`.
 
     Attributes:
-        contents: what owners have left in it; a reset empties it.
+        contents: the data that owners left in it; a reset clears it.
     """
 
     spec: FakeSpec
@@ -91,43 +91,43 @@ class FakeResource(Resource):
         self.contents: list[str] = []
 
     async def start(self) -> None:
-        """Come into being, then behave."""
+        """Create the instance, then call the hook."""
         self.world.alive.add(self.instance)
         await self._behave("start")
 
     async def reset(self) -> None:
-        """Behave, then be clean."""
+        """Call the hook, then clear the contents."""
         await self._behave("reset")
         self.contents.clear()
 
     async def status(self) -> Status:
-        """Behave, then say whether it lives."""
+        """Call the hook, then return whether the instance is alive."""
         await self._behave("status")
         lives = self.instance in self.world.alive and self.instance not in self.world.dead
         return Status.HEALTHY if lives else Status.BROKEN
 
     def quick_status(self) -> Status:
-        """Say whether it lives."""
+        """Return whether the instance is alive."""
         return Status.BROKEN if self.instance in self.world.dead else Status.HEALTHY
 
     async def release(self) -> None:
-        """Behave, then be gone."""
+        """Call the hook, then remove the instance."""
         await self._behave("release")
         self.world.alive.discard(self.instance)
         self.world.frozen.discard(self.instance)
 
     async def freeze(self) -> None:
-        """Be frozen, then behave, so that a freeze that fails or is cancelled may have frozen it."""
+        """Freeze the instance, then call the hook, so that a failed or cancelled freeze may have frozen it."""
         self.world.frozen.add(self.instance)
         await self._behave("freeze")
 
     async def thaw(self) -> None:
-        """Behave, then run again."""
+        """Call the hook, then continue the instance."""
         await self._behave("thaw")
         self.world.frozen.discard(self.instance)
 
     async def use(self) -> None:
-        """Behave.
+        """Call the hook.
 
         Raises:
             AssertionError: it is frozen, before or after, where a real instance would hang.
@@ -138,7 +138,7 @@ class FakeResource(Resource):
 
     @classmethod
     async def prepare(cls, spec: FakeSpec) -> None:
-        """FaultHook."""
+        """Call the hook for an image."""
         assert spec.image is not None
         spec.world.history.append(("prepare", spec.image))
         await spec.world.hook("prepare", spec.image)

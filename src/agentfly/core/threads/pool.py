@@ -49,13 +49,14 @@ class ThreadPool:
 
     * A call that waits for the event loop (`not_counted_while_waiting`) does not count, because the loop may need a
       thread to serve it.
-    * A call whose caller was cancelled is abandoned. Its thread runs on, since no thread can be stopped, and a new
+    * A call whose caller was cancelled is abandoned. Its thread continues, because threads cannot be stopped, and a new
       thread replaces it, until all ``limit`` threads run abandoned calls. Then further calls fail.
 
     AgentFly's own work (`start`) is not limited, because releasing resources must not wait for users' functions.
 
     Args:
-        limit: the most threads that run users' functions; by default ``$AGENTFLY_MAX_THREADS``, or `DEFAULT_LIMIT`.
+        limit: maximum number of threads that run users' functions; by default ``$AGENTFLY_MAX_THREADS``, or
+            `DEFAULT_LIMIT`.
         idle_s: seconds after which an idle thread ends.
     """
 
@@ -190,13 +191,13 @@ class ThreadPool:
             raise
 
     def claim(self, call: ThreadCall[Any]) -> bool:
-        """Note that a thread is about to make a queued call. Returns False if no one waits for the call any more."""
+        """Record that a thread is about to make a queued call. Returns False if no one waits for the call any more."""
         with self._lock:
             call.started = not call.abandoned
             return call.started
 
     def finish(self, call: ThreadCall[Any]) -> None:
-        """Note that a dedicated thread has made a call."""
+        """Record that a dedicated thread has made a call."""
         with self._lock:
             self._uncount(call)
 

@@ -71,7 +71,7 @@ async def run_in_cancellable_thread(
 
 
 class DedicatedThread:
-    """Makes calls one after another, in order, on one thread that serves no one else.
+    """Makes calls one after another, in order, on one thread that is reserved for it.
 
     Use it for objects whose parts are bound to a thread. The thread is borrowed from a pool, from the first call to
     `close`. A hanging call delays the calls after it, but not the end of the process.

@@ -97,7 +97,7 @@ def test_a_word_sampled_in_letters_becomes_the_word_and_has_no_log_prob_of_its_o
     assert (again.changed_rows, again.sampled_tokens, again.lost_tokens, again.foreign_tokens) == (1, 6, 5, 1)
 
 
-def test_a_character_that_merges_with_what_was_rendered_before_it_is_not_trained(tokenizer):
+def test_a_character_merged_with_the_rendered_text_before_it_is_not_trained(tokenizer):
     fast = tokenizer.hf
     pair = next(  # a token of two characters whose halves are tokens too
         token
@@ -111,7 +111,7 @@ def test_a_character_that_merges_with_what_was_rendered_before_it_is_not_trained
     assert list(changed.loss_mask) == [0, 1]
 
 
-def test_what_nobody_sampled_gets_the_log_prob_that_the_weights_say(tokenizer):
+def test_tokens_that_were_not_sampled_get_the_log_probs_of_the_model(tokenizer):
     opening = spelled(tokenizer, "<|im_start|>assistant\n")
     letters = [spelled(tokenizer, letter)[0] for letter in "honey"]
     changed = retokenize([row_of(opening, [*letters, *spelled(tokenizer, "<|im_end|>")])], tokenizer.hf).rows
@@ -123,7 +123,7 @@ def test_what_nobody_sampled_gets_the_log_prob_that_the_weights_say(tokenizer):
     assert complete.target_logprobs[1] == changed[0].target_logprobs[1]
 
 
-async def test_a_run_that_is_told_to_retokenize_says_what_it_changed_and_keeps_what_was_sampled(tmp_path, monkeypatch):
+async def test_a_retokenizing_run_counts_its_changes_and_keeps_the_sampled_ids(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "PolicyUpdater", retokenizing_updater(2.0))
     agent = Agent(model="tiny", max_turns=1, max_tokens_per_turn=6, temperature=2.0)  # so hot that it seldom spells
     config = TrainConfig(steps=1, tasks_per_step=2, attempts=4, learning_rate=1e-3, dtype="float32", threads=1)
@@ -139,7 +139,7 @@ async def test_a_run_that_is_told_to_retokenize_says_what_it_changed_and_keeps_w
     assert audit.drifted_tokens > 0
 
 
-def test_images_cannot_be_told_by_text(tokenizer):
+def test_images_cannot_be_retokenized(tokenizer):
     row = replace(row_of([5, 6], [7]), images=(PlacedImage(Image(b"png"), 0, 1),))
     with pytest.raises(ConfigError, match="images"):
         retokenize([row], tokenizer.hf)

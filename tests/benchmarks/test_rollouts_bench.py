@@ -32,7 +32,7 @@ def test_a_latency_never_passes_its_cap_and_half_of_it_is_below_the_median():
     assert drawn[len(drawn) // 2] == pytest.approx(0.3, rel=0.1)
 
 
-def test_the_best_time_without_a_pool_is_that_of_the_longest_rollout():
+def test_the_best_time_without_a_pool_equals_the_longest_rollout():
     plans = [RolloutPlan((1.0, 2.0), (0.5,), (False,), 0.25), RolloutPlan((1.0,), (), (), 0.25)]
     assert SMALL.best_seconds(plans) == 3.75
 

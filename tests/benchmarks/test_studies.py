@@ -74,12 +74,12 @@ def finished_runs(out: Path) -> list[StudyRun]:
         ({"arms": (Arm("one", "one"), Arm("the other", "other"))}, "the other"),
     ],
 )
-def test_what_is_no_study_is_refused(changes, named):
+def test_an_unknown_study_is_refused(changes, named):
     with pytest.raises(ConfigError, match=named):
         study(**changes)
 
 
-def test_a_configuration_that_is_not_there_is_named(tmp_path):
+def test_a_missing_configuration_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"absent\.yaml"):
         _ = study(config=str(tmp_path / "absent.yaml")).config_file
 
@@ -117,7 +117,7 @@ def test_a_metric_that_a_run_does_not_have_gives_no_figure(tmp_path):
     assert [reader("absent")(run) for reader in readers] == [None] * 4
 
 
-def test_the_interval_of_a_mean_is_that_of_students_t():
+def test_the_interval_of_a_mean_uses_students_t():
     spread = SeedSpread.of([0.7, 0.8, 0.9])
     assert (spread.low, spread.high, spread.count) == (0.7, 0.9, 3)
     assert spread.mean == pytest.approx(0.8)
@@ -128,7 +128,7 @@ def test_the_interval_of_a_mean_is_that_of_students_t():
     assert SeedSpread.of([0.5]).margin is None
 
 
-def test_findings_lay_the_arms_beside_one_another_and_say_how_many_runs_have_a_figure(tmp_path):
+def test_results_compare_the_arms_and_count_the_runs_with_a_figure(tmp_path):
     findings = StudyResults.of(study(), finished_runs(tmp_path))
     table = findings.as_markdown().split("\n")
     assert table[0] == "| arm | success | steps to 50% |"
@@ -182,7 +182,7 @@ def test_a_study_is_put_in_the_place_that_its_page_has_for_it_again_and_again(sc
     assert (tmp_path / "small.svg").read_text(encoding="utf-8") == "<svg/>"
 
 
-def test_a_study_without_a_place_is_refused(script, tmp_path):
+def test_a_study_without_a_page_is_refused(script, tmp_path):
     (tmp_path / "study.json").write_text('{"study": "small"}', encoding="utf-8")
     (tmp_path / "table.md").write_text("", encoding="utf-8")
     with pytest.raises(ValueError, match="'small'"):
@@ -200,7 +200,7 @@ TINIEST = ["training.steps=1", "training.tasks_per_step=1", "training.attempts=2
 TINIEST += ["eval_tasks=null", "training.eval_every_steps=null", "training.checkpoint_every_steps=1"]
 
 
-async def test_a_directory_that_holds_another_study_is_refused(tmp_path):
+async def test_a_directory_of_another_study_is_refused(tmp_path):
     (tmp_path / "study.json").write_text('{"study": "large"}', encoding="utf-8")
     with pytest.raises(ConfigError, match="another study"):
         await run_study(study(), tmp_path, report=lambda line: None)
@@ -208,7 +208,7 @@ async def test_a_directory_that_holds_another_study_is_refused(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_a_run_that_fails_is_told_with_what_it_said(tmp_path):
+async def test_a_failed_run_is_reported_with_its_output(tmp_path):
     (tmp_path / "broken.yaml").write_text("agent: nowhere:agent\ntasks: nowhere:tasks\n", encoding="utf-8")
     broken = study(config=str(tmp_path / "broken.yaml"))
     with pytest.raises(RunFailed, match=r"one, seed 1: [^$]*nowhere"):

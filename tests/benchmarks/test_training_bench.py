@@ -45,7 +45,7 @@ def test_each_generation_is_exactly_as_long_as_asked_and_each_turn_but_the_last_
     assert several.tokens[0] - several.sampled_tokens[0] > one.tokens[0] - one.sampled_tokens[0]  # answers of the tool
 
 
-def test_an_environment_that_is_not_there_is_missed_before_anything_is_measured(tmp_path):
+def test_a_missing_environment_is_reported_before_any_measurement(tmp_path):
     with pytest.raises(PrerequisiteError, match="make trl"):
         run_training_bench("tiny", SMALL, trl=tmp_path)
     called = subprocess.run(
@@ -58,7 +58,7 @@ def test_an_environment_that_is_not_there_is_missed_before_anything_is_measured(
     assert (called.returncode, called.stderr.startswith("error: ")) == (1, True), called.stderr
 
 
-def test_what_the_two_sides_measured_is_set_against_each_other():
+def test_the_measurements_of_both_sides_are_compared():
     own = SideResult([2.0, 2.0], [4.0, 4.0], [100, 100], [500, 500], 300.0, {})
     other = replace(own, step_seconds=[3.0, 5.0], step_cpu_seconds=[6.0, 6.0], peak_mib=600.0)
     ratios = compare(own, other)
@@ -67,7 +67,7 @@ def test_what_the_two_sides_measured_is_set_against_each_other():
         compare(own, replace(other, tokens=[500, 501]))
 
 
-def test_a_side_tells_what_it_measured_in_its_last_line_or_why_it_failed(tmp_path):
+def test_a_side_reports_its_measurement_or_its_failure_in_the_last_line(tmp_path):
     side = SideResult([1.0], [1.0], [20], [50], 1.0, {"trl": "stand-in"})
     told = f"Training …\n{json.dumps(asdict(side))}"
     assert run_side("trl", [str(_stand_in(tmp_path / "good", told) / "bin" / "python")], {}) == side

@@ -104,7 +104,7 @@ def test_held_out_tasks_are_looked_at_as_those_that_are_trained_on(agentfly):
     assert "the field 'level', which 1 of 5 tasks do not have" in out
 
 
-def test_what_does_not_work_has_its_cure_and_the_command_fails(agentfly):
+def test_failed_checks_have_a_remedy_and_the_command_fails(agentfly):
     code, out, err = agentfly("check", "config.yaml", "tasks=mine.py:lacking")
     assert code == 1
     assert "FAILED  tool look  The tool 'look' takes the field 'level', which 1 of 3 tasks do not have" in out
@@ -112,7 +112,7 @@ def test_what_does_not_work_has_its_cure_and_the_command_fails(agentfly):
 
 
 @pytest.mark.parametrize("words", [["train"], ["rollout"], ["eval", "eval_tasks=mine.py:lacking"]])
-def test_other_commands_look_at_what_is_written_before_they_begin_and_leave_no_directory(agentfly, words):
+def test_other_commands_check_definitions_before_they_start_and_leave_no_directory(agentfly, words):
     command, *others = words
     code, _, err = agentfly(command, "config.yaml", "tasks=mine.py:lacking", *others)
     assert code == 2
@@ -121,14 +121,14 @@ def test_other_commands_look_at_what_is_written_before_they_begin_and_leave_no_d
 
 
 @pytest.mark.parametrize("oracle", ["mine.py:tasks", "mine.py:agent"])
-def test_what_is_no_oracle_is_refused(agentfly, oracle):
+def test_an_object_that_is_not_an_oracle_is_refused(agentfly, oracle):
     code, _, err = agentfly("check", "config.yaml", f"oracle={oracle}")
     assert code == 2
     assert "It must be a list of texts" in err
 
 
 @pytest.mark.slow
-def test_rollouts_that_were_cut_short_go_on_with_as_many_tasks_and_attempts_as_were_asked_for(agentfly):
+def test_interrupted_rollouts_resume_with_the_requested_tasks_and_attempts(agentfly):
     code, _, _ = agentfly("rollout", "config.yaml", "-n", "2", "-k", "3", "-q", "run_dir=runs/mine")
     assert code == 0
     path = RunDirectory("runs/mine").trajectories_file(0, "rollout")
@@ -147,7 +147,7 @@ def test_rollouts_that_were_cut_short_go_on_with_as_many_tasks_and_attempts_as_w
     assert "temperature: null" in RunDirectory("runs/mine").config_file.read_text()
 
 
-def test_what_cannot_be_gone_on_with_is_refused(agentfly):
+def test_runs_that_cannot_be_resumed_are_refused(agentfly):
     for command in ("rollout", "eval"):
         code, _, err = agentfly(command, "--resume", "nowhere")
         assert code == 2
@@ -158,7 +158,7 @@ def test_what_cannot_be_gone_on_with_is_refused(agentfly):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_whoever_stops_a_run_is_told_how_to_go_on_and_one_in_which_nothing_finished_leaves_nothing(capsys, error):
+def test_a_stopped_run_reports_how_to_resume_and_leaves_nothing_if_no_rollout_finished(capsys, error):
     kept = CommandRun.parse("rollout", Path("config.yaml"), ["run_dir=runs/mine"], None, None)
 
     def stop(finished):

@@ -19,7 +19,7 @@ CONFIG = RunConfig(agent="here.py:agent", tasks="tasks.jsonl")
 
 
 @pytest.mark.parametrize("stopped_by", [KeyboardInterrupt, SystemExit])
-def test_a_run_that_is_stopped_has_kept_its_configuration_and_says_how_to_go_on(
+def test_a_stopped_run_has_stored_its_configuration_and_reports_how_to_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], stopped_by: type[BaseException]
 ) -> None:
     run, events = RunDirectory(tmp_path / "my run").ensure(), EventStream()
@@ -36,7 +36,7 @@ def test_a_run_that_is_stopped_has_kept_its_configuration_and_says_how_to_go_on(
     assert f"to continue: agentfly sft --resume '{run.path}' runs/oracle" in capsys.readouterr().err
 
 
-def test_a_run_whose_configuration_cannot_be_kept_does_not_begin(tmp_path: Path) -> None:
+def test_a_run_that_cannot_store_its_configuration_does_not_start(tmp_path: Path) -> None:
     run, events = RunDirectory(tmp_path).ensure(), EventStream()
     run.config_file.mkdir()
     begun = TrainingStarted(run_dir=str(tmp_path), model="tiny", dtype="", device="cpu", steps=2, start_step=0)
@@ -65,7 +65,7 @@ def test_rollouts_that_are_stopped_name_a_command_that_a_shell_takes(
     assert shlex.split(told) == ["agentfly", command, "--resume", str(run.path)]
 
 
-def test_a_new_run_that_is_stopped_before_it_has_begun_names_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_stopped_before_its_start_names_no_run_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt), save_config_on_start(CONFIG, None, EventStream(), command="train"):
         raise KeyboardInterrupt
     assert capsys.readouterr().err == ""

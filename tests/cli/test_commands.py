@@ -80,7 +80,7 @@ def agentfly(project, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_is_trained_gone_on_with_and_evaluated(agentfly, project):
+def test_a_run_is_trained_resumed_and_evaluated(agentfly, project):
     out, err = agentfly("train", "project/config.yaml", "run_dir=runs/mine")
     assert "2 training steps" in out
     assert "agentfly eval runs/mine\n  agentfly rollout runs/mine -n 2\n  agentfly export runs/mine --to DIR\n" in out
@@ -137,7 +137,7 @@ def test_a_command_that_fails_before_the_first_rollout_leaves_no_run(project, mo
 
 
 @pytest.mark.slow
-def test_the_same_seed_rolls_out_the_same_and_another_seed_does_not(agentfly):
+def test_rollouts_repeat_under_the_same_seed_only(agentfly):
     def sampled(name: str, seed: int) -> list[int]:
         agentfly(
             "rollout",
@@ -176,12 +176,12 @@ def test_models_are_listed_and_found(agentfly):
     assert agentfly("models", "get", "tiny")[0].strip() == str(path)
 
 
-def test_nothing_to_reap_is_said(agentfly):
+def test_reap_reports_that_nothing_is_left(agentfly):
     assert agentfly("resources", "reap") == ("nothing was left behind\n", "")
 
 
 @pytest.mark.slow
-def test_a_run_that_was_refused_can_be_begun_in_the_same_directory(agentfly, project, monkeypatch, capsys):
+def test_a_refused_run_can_start_again_in_the_same_directory(agentfly, project, monkeypatch, capsys):
     words = ["train", "project/config.yaml", "run_dir=runs/mine", "training.steps=1"]
     (project / "workshop.py").write_text(PROJECT.replace("max_turns=2", "max_turns=2, top_p=0.5"))
     monkeypatch.setattr(sys, "argv", ["agentfly", *words])
@@ -278,7 +278,7 @@ def test_some_held_out_tasks_are_evaluated_without_any_to_train_on_and_shown_aga
         (["train", "policy=null"], "names no tasks"),
     ],
 )
-def test_a_command_that_needs_tasks_says_that_none_are_named(held_out, words, told):
+def test_a_command_without_configured_tasks_reports_it(held_out, words, told):
     with pytest.raises(ConfigError, match=told):
         cli.app([words[0], held_out, *words[1:]], standalone_mode=False)
 
@@ -291,6 +291,6 @@ def test_a_command_that_needs_tasks_says_that_none_are_named(held_out, words, to
         (["project", "seed=1"], "--stored takes the directory of a run"),
     ],
 )
-def test_an_evaluation_that_is_not_there_cannot_be_shown_again(project, words, told):
+def test_a_missing_evaluation_cannot_be_shown(project, words, told):
     with pytest.raises(ConfigError, match=told):
         cli.app(["eval", *words, "--stored"], standalone_mode=False)

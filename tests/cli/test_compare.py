@@ -45,7 +45,7 @@ def test_a_run_is_compared_with_itself_before_training(compare, tmp_path):
     assert told["reward"]["difference"]["mean"] == pytest.approx(1 / 3)
 
 
-def test_two_runs_are_shown_side_by_side_with_what_is_left_out(compare, tmp_path):
+def test_two_runs_are_compared_and_excluded_tasks_are_counted(compare, tmp_path):
     evaluation(RunDirectory(tmp_path / "one"), 0, 0.0, None, 1.0, 0.5)
     evaluation(RunDirectory(tmp_path / "other"), 0, 1.0, 0.25, 1.0)
     code, out = compare(tmp_path / "one", tmp_path / "other")
@@ -57,7 +57,7 @@ def test_two_runs_are_shown_side_by_side_with_what_is_left_out(compare, tmp_path
     assert "+1" in out
 
 
-def test_no_interval_of_a_difference_of_shares_leaves_what_is_possible(compare, tmp_path):
+def test_intervals_of_differences_of_shares_stay_within_minus_one_and_one(compare, tmp_path):
     evaluation(RunDirectory(tmp_path / "one"), 0, 0.0, 0.0, 1.0)
     evaluation(RunDirectory(tmp_path / "other"), 0, 1.0, 1.0, 1.0)
     _, out = compare(tmp_path / "one", tmp_path / "other", "--json")
@@ -74,7 +74,7 @@ def test_no_interval_of_a_difference_of_shares_leaves_what_is_possible(compare, 
         (["once"], "has one evaluation"),
     ],
 )
-def test_what_cannot_be_compared_is_told(compare, tmp_path, monkeypatch, words, told):
+def test_sources_that_cannot_be_compared_are_reported(compare, tmp_path, monkeypatch, words, told):
     monkeypatch.chdir(tmp_path)
     RunDirectory("empty").ensure()
     evaluation(RunDirectory("once"), 0, 1.0)
@@ -83,7 +83,7 @@ def test_what_cannot_be_compared_is_told(compare, tmp_path, monkeypatch, words, 
     assert told in out
 
 
-def test_another_file_in_place_of_trajectories_is_not_taken_for_a_damaged_one(compare, tmp_path):
+def test_a_file_of_another_kind_is_not_reported_as_damaged_trajectories(compare, tmp_path):
     (tmp_path / "config.yaml").write_text("agent: a:b\n")
     code, out = compare(evaluation(RunDirectory(tmp_path / "one"), 0, 1.0), tmp_path / "config.yaml")
     assert code == 2

@@ -35,15 +35,15 @@ def test_every_training_setting_is_listed_however_deep_it_lies():
         ("training.max_failure_rate", "float >= 0, <= 1", "0.5"),
     ],
 )
-def test_a_field_is_listed_with_what_it_takes_and_its_default(key, kind, default):
+def test_a_field_is_listed_with_its_type_and_default(key, kind, default):
     assert (FIELDS[key].kind, FIELDS[key].default) == (kind, default)
 
 
-def test_every_field_says_what_it_is_for():
+def test_every_field_describes_its_purpose():
     assert [key for key, field in FIELDS.items() if not field.meaning] == []
 
 
-def test_the_guides_tables_are_those_of_the_fields():
+def test_the_tables_of_the_guide_match_the_fields():
     guide = (ROOT / "docs" / "guides" / "configuration.md").read_text(encoding="utf-8")
     written = runpy.run_path(str(ROOT / "scripts" / "configuration_guide.py"))["written"]
     assert guide == written(guide), "the guide is not up to date: python scripts/configuration_guide.py"
@@ -101,7 +101,7 @@ def test_all_fields_a_group_or_one_field_are_shown(agentfly):
     assert "Learning rate of AdamW" in out
 
 
-def test_a_field_that_there_is_not_is_told_with_the_nearest(agentfly):
+def test_an_unknown_field_is_reported_with_the_nearest_name(agentfly):
     code, out = agentfly("config", "leraning_rate")
     assert code == 2
     assert "Did you mean 'training.learning_rate'?" in out

@@ -79,13 +79,13 @@ def test_an_environment_variable_can_stand_in_for_a_value(tmp_path, monkeypatch)
         (MINIMAL, ["training.steps=[1"], "'training.steps=[1' is not an override"),
     ],
 )
-def test_what_cannot_be_followed_is_told_with_the_place_and_the_cure(tmp_path, text, overrides, told):
+def test_an_invalid_configuration_is_reported_with_position_and_remedy(tmp_path, text, overrides, told):
     with pytest.raises(ConfigError) as refusal:
         load_config(written(tmp_path, text), overrides)
     assert told in str(refusal.value)
 
 
-def test_every_mistake_in_a_file_is_told_at_once(tmp_path):
+def test_all_mistakes_in_a_file_are_reported_at_once(tmp_path):
     with pytest.raises(ConfigError) as refusal:
         load_config(written(tmp_path, "agnet: x\nmodle: y\n"))
     message = str(refusal.value)
@@ -118,7 +118,7 @@ def test_a_policy_is_an_endpoint_or_vllm(tmp_path, text, policy):
         ("policy: vlm\n", "policy='vlm': there is no such policy. Write 'vllm'"),
     ],
 )
-def test_a_slip_in_a_policy_is_told_by_its_key(tmp_path, text, told):
+def test_a_mistake_in_the_policy_is_reported_by_its_key(tmp_path, text, told):
     with pytest.raises(ConfigError, match=told):
         load_config(written(tmp_path, MINIMAL + text))
 
@@ -131,12 +131,12 @@ def test_a_fault_in_an_override_is_not_blamed_on_the_file(tmp_path):
         load_config(written(tmp_path, MINIMAL + "modle: tiny\n"), ["model=tiny"])
 
 
-def test_a_missing_file_is_told(tmp_path):
+def test_a_missing_file_is_reported(tmp_path):
     with pytest.raises(ConfigError, match="no configuration file"):
         load_config(tmp_path / "none.yaml")
 
 
-def test_every_field_says_what_it_is():
+def test_every_field_has_a_description():
     assert [name for name, field in RunConfig.model_fields.items() if not field.description] == []
 
 
@@ -166,7 +166,7 @@ def test_the_same_reference_names_the_code_of_each_configurations_own_directory(
     assert ([*ALGORITHMS], [*LOSSES]) == before
 
 
-def test_algorithms_and_losses_of_ones_own_are_named_by_reference(tmp_path):
+def test_user_algorithms_and_losses_are_named_by_reference(tmp_path):
     (tmp_path / "own_ones.py").write_text(OWN)
     path = written(tmp_path, MINIMAL + "training:\n  algorithm: own_ones.py:MINE\n  loss: own_ones.py:my_loss\n")
     for _ in range(2):

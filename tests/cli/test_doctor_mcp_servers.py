@@ -16,7 +16,7 @@ def version(name: str) -> str:
     return "1"
 
 
-def test_the_doctor_says_how_to_get_the_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_how_to_install_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version)
     finding = mcp_servers()
     assert (finding.verdict, finding.found) == (CheckStatus.NOTE, "without mcp")

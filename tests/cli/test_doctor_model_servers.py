@@ -17,7 +17,7 @@ def interpreter(directory: Path, answer: str) -> str:
     return str(program)
 
 
-def test_the_version_and_the_interpreter_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_the_version_and_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = interpreter(tmp_path, "echo 9.8.7")
     monkeypatch.setenv("AGENTFLY_VLLM_PYTHON", python)
     finding = model_servers()
@@ -26,7 +26,7 @@ def test_the_version_and_the_interpreter_are_told(tmp_path: Path, monkeypatch: p
     assert python in finding.found
 
 
-def test_without_vllm_the_cure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_vllm_is_reported_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTFLY_VLLM_PYTHON", interpreter(tmp_path, "exit 3"))
     finding = model_servers()
     assert finding.verdict is CheckStatus.NOTE

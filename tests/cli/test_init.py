@@ -40,7 +40,7 @@ def test_a_name_without_any_is_refused():
         module_name("日本")
 
 
-def test_the_template_holds_what_is_written_and_nothing_else():
+def test_the_template_contains_exactly_the_written_files():
     there = {path.name for path in TEMPLATE.iterdir() if path.name not in ("__pycache__", ".pytest_cache", "runs")}
     assert there == set(FILES)
 
@@ -66,7 +66,7 @@ def test_an_empty_directory_that_is_there_is_taken(tmp_path, monkeypatch, name):
     assert (home / "other" / "other.py").is_file()
 
 
-def test_what_is_there_is_never_written_over(tmp_path):
+def test_existing_files_are_never_overwritten(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"is not empty: it contains notes.txt"):
         new_project(tmp_path)
@@ -76,7 +76,7 @@ def test_what_is_there_is_never_written_over(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_new_project_checks_trains_and_tests_as_it_stands(tmp_path):
+def test_a_new_project_passes_check_trains_and_passes_its_tests(tmp_path):
     def run(*words: str) -> str:
         done = subprocess.run(
             [sys.executable, "-m", *words],

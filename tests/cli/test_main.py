@@ -91,7 +91,7 @@ def test_a_bug_is_shown_as_one(agentfly, monkeypatch, error):
         cli.main()
 
 
-def test_an_interrupt_exits_with_130_and_says_nothing_of_it(agentfly, monkeypatch):
+def test_an_interrupt_exits_silently_with_130(agentfly, monkeypatch):
     failing(monkeypatch, KeyboardInterrupt())
     code, out, err = agentfly("doctor")
     assert (code, out) == (130, "")
@@ -118,7 +118,7 @@ def test_doctor_as_json_is_json(agentfly):
     assert code == int(any(finding["verdict"] == "missing" for finding in findings))
 
 
-def test_doctor_says_what_is_missing_and_how_to_get_it_and_exits_with_1(agentfly, monkeypatch):
+def test_doctor_lists_missing_parts_with_remedies_and_exits_with_1(agentfly, monkeypatch):
     from agentfly.cli.doctor import CheckStatus, MachineCheck
 
     findings = [

@@ -170,7 +170,7 @@ def test_a_run_in_place_of_a_model(refused, where):
 
 
 @pytest.mark.parametrize("number", ["²", "-1", "9" * 5000])
-def test_what_is_no_number_of_a_step_or_of_attempts_is_refused_by_every_option(refused, number):
+def test_every_option_refuses_values_that_are_not_valid_numbers(refused, number):
     run = Path("runs/mine")
     for name in ("checkpoints/step-000004", "trajectories"):
         (run / name).mkdir(parents=True)
@@ -212,7 +212,7 @@ def test_a_run_without_a_checkpoint_in_place_of_a_model(refused):
     assert "runs/mine is the directory of a run that has not saved a checkpoint yet" in message
 
 
-def test_a_tasks_file_that_is_not_there(refused):
+def test_a_missing_tasks_file_is_reported(refused):
     code, message = refused("rollout", "config.yaml", "tasks=none.jsonl")
     assert code == 2
     assert "none.jsonl" in message
@@ -229,7 +229,7 @@ def test_a_pass_at_more_attempts_than_are_made(refused):
     assert "pass@8 needs as many attempts at a task, and training.eval_attempts is 4" in told
 
 
-def test_a_run_that_is_not_there_to_be_gone_on_with(refused, project):
+def test_a_missing_run_cannot_be_resumed(refused, project):
     code, message = refused("train", "--resume", "runs/none")
     assert code == 2
     assert "has no run to resume" in message
@@ -250,7 +250,7 @@ def test_a_run_that_is_not_there_to_be_gone_on_with(refused, project):
         ),
     ],
 )
-def test_a_run_that_another_command_has_begun(refused, begun_by, command, told):
+def test_a_run_of_another_command_cannot_be_resumed(refused, begun_by, command, told):
     run = RunDirectory.create("runs", "mine")
     run.config_file.write_text(CONFIG)
     if begun_by in ("train", "sft"):
@@ -271,7 +271,7 @@ def test_a_run_that_another_command_has_begun(refused, begun_by, command, told):
         ("sft", "training.steps=9", "agentfly sft reads the settings below sft, such as sft.epochs"),
     ],
 )
-def test_a_setting_of_another_command_is_said_to_change_nothing(project, monkeypatch, capsys, command, word, told):
+def test_a_setting_of_another_command_is_reported_as_unused(project, monkeypatch, capsys, command, word, told):
     data = ["nowhere"] if command == "sft" else []
     monkeypatch.setattr(sys, "argv", ["agentfly", command, "config.yaml", *data, word, "model=tinny"])
     with pytest.raises(SystemExit):
@@ -279,7 +279,7 @@ def test_a_setting_of_another_command_is_said_to_change_nothing(project, monkeyp
     assert f"{word} has no effect here: {told}" in capsys.readouterr().err
 
 
-def test_a_warm_start_that_is_gone_on_with_and_not_told_from_what(refused):
+def test_a_warm_start_resumed_without_its_data_is_refused(refused):
     run = RunDirectory.create("runs", "mine")
     run.config_file.write_text(CONFIG)
     code, message = refused("sft", "--resume", "runs/mine")
@@ -311,7 +311,7 @@ def test_a_tool_in_place_of_the_agent(refused):
 
 
 @pytest.mark.parametrize("command", ["eval", "rollout"])
-def test_a_configuration_or_run_that_is_not_there(refused, command):
+def test_a_missing_configuration_or_run_is_reported(refused, command):
     code, message = refused(command, "runs/none")
     assert code == 2
     assert "There is no runs/none. Name a configuration file, or the directory of a run." in message

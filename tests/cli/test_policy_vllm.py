@@ -34,7 +34,7 @@ async def test_rollouts_are_sampled_by_the_servers_that_it_names(tmp_path):
         assert result.trajectories[0].failure is None
 
 
-async def test_a_slip_in_the_servers_fields_is_told_before_anything_starts(tmp_path):
+async def test_a_mistake_in_the_server_fields_is_reported_before_anything_starts(tmp_path):
     with pytest.raises(ConfigError, match="ModelServerSpec has no field 'zzz'"):
         async with experiment(tmp_path, server={"zzz": 1}).runner_settings(EventStream()):
             pass

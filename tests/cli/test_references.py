@@ -40,7 +40,7 @@ def test_two_files_of_one_name_are_two_modules(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["mine_too.py", "mine_too/__init__.py", "mine_too/deep/inner.py"])
-def test_a_module_that_another_directorys_hides_is_refused_and_can_be_named_by_its_file(tmp_path, file):
+def test_a_shadowed_module_is_refused_and_can_be_named_by_its_file(tmp_path, file):
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     for name in ("a", "b"):
         path = tmp_path / name / file
@@ -52,7 +52,7 @@ def test_a_module_that_another_directorys_hides_is_refused_and_can_be_named_by_i
     assert load(f"{file}:where", tmp_path / "b") == "b"
 
 
-def test_what_a_file_defines_can_be_sent_to_a_process_that_cannot_import_it(tmp_path):
+def test_definitions_of_a_file_can_be_sent_to_a_process_that_cannot_import_it(tmp_path):
     (tmp_path / "far.py").write_text("class Env:\n    pass\n")
     pickled = cloudpickle.dumps(load("far.py:Env", tmp_path))
     program = "import pickle, sys; print(pickle.load(sys.stdin.buffer).__name__)"
@@ -74,7 +74,7 @@ def test_what_a_file_defines_can_be_sent_to_a_process_that_cannot_import_it(tmp_
         ("needing.py:x", "No module named 'not_installed_here'"),
     ],
 )
-def test_a_reference_that_names_nothing_is_told_with_the_field(tmp_path, reference, told):
+def test_an_unresolved_reference_is_reported_with_its_field(tmp_path, reference, told):
     (tmp_path / "mine.py").write_text("agent = 1\n")
     (tmp_path / "broken.py").write_text("x = (\n")
     (tmp_path / "raising.py").write_text("\nx = 1 / 0\n")
@@ -85,7 +85,7 @@ def test_a_reference_that_names_nothing_is_told_with_the_field(tmp_path, referen
     assert told in str(refusal.value)
 
 
-def test_what_the_users_module_finds_wrong_with_itself_comes_through(tmp_path):
+def test_errors_raised_by_the_users_module_are_shown(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from agentfly.core.errors import ToolDefinitionError\nraise ToolDefinitionError('no')\n"
     )

@@ -96,7 +96,7 @@ def test_a_file_is_ranked_and_written_elsewhere(agentfly, run, tmp_path):
     assert rewards(tmp_path / "elsewhere/ranked/train-000001.first_wins.jsonl") == [1.0, 0.0]
 
 
-def test_what_is_unscored_is_counted_by_cause(agentfly, run):
+def test_unscored_trajectories_are_counted_by_cause(agentfly, run):
     trajectories = list(load_trajectories(run.trajectories_file(2)))
     trajectories[0].task.fields["least"] = 100  # type: ignore[index]
     save_trajectories(trajectories, "some.jsonl")
@@ -117,7 +117,7 @@ def test_what_is_unscored_is_counted_by_cause(agentfly, run):
         (["runs/mine", "--reward", "my_rewards:broken"], "gave none of 2 trajectories a score, so nothing was written"),
     ],
 )
-def test_what_cannot_be_scored_anew_is_said_and_nothing_is_written(agentfly, run, words, message):
+def test_trajectories_that_cannot_be_rescored_are_reported_and_nothing_is_written(agentfly, run, words, message):
     code, _, err = agentfly("rescore", *words)
     assert code == 2
     assert message in " ".join(err.split())

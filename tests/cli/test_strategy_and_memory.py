@@ -83,7 +83,7 @@ def test_the_memory_of_a_configuration_replaces_the_agents_own(config):
         load_config(config, ["training.strategy=steps"])
 
 
-def test_a_model_of_the_configuration_is_that_of_the_subagents_too(config):
+def test_the_configured_model_also_applies_to_subagents(config):
     agent = Experiment.load(load_config(config, ["model=other"])).agent
     assert [one.model for one in (agent, *agent.subagents)] == ["other", "other"]
 

@@ -63,7 +63,7 @@ def test_a_real_run_drifts_when_it_is_retokenized_and_its_own_ids_do_not(run, ag
 
 
 @pytest.mark.slow
-def test_a_record_whose_ids_were_changed_is_a_failure(run, agentfly):
+def test_changed_ids_in_a_record_fail_the_audit(run, agentfly):
     path = run.trajectories_file(1)
     damaged = list(load_trajectories(path))
     ids = damaged[0].sequences[0].ids
@@ -74,7 +74,7 @@ def test_a_record_whose_ids_were_changed_is_a_failure(run, agentfly):
     assert "do not spell its text" in err
 
 
-def test_a_run_made_in_python_says_its_model_and_ids_of_another_tokenizer_are_no_fault_of_it(tmp_path, agentfly):
+def test_the_model_of_a_python_run_is_found_and_ids_of_another_tokenizer_are_not_faults(tmp_path, agentfly):
     """The model is read from beside the rollouts; what was scripted has other ids than the model's."""
     agent = af.Agent(model="tiny")
     asyncio.run(af.run(agent, ["go", "on"], policy=af.ScriptedPolicy(["hello there"]), run_dir=tmp_path / "run"))

@@ -114,5 +114,5 @@ def test_the_doctor_answers_a_user_whose_home_is_closed_or_who_has_none(home: st
     )
     assert "Traceback" not in ran.stderr
     found = {finding["what"].strip(): finding for finding in json.loads(ran.stdout)}
-    assert "No socket of docker" in found["docker"]["cure"]
+    assert "No socket of docker" in found["docker"]["remedy"]
     assert found["disk"]["verdict"] == "note"

@@ -38,7 +38,7 @@ def test_a_new_kind_takes_fewer_than_sixty_lines():
 
 
 @pytest.mark.slow
-def test_what_a_killed_program_leaves_is_removed_by_the_next_one_and_nothing_else(tmp_path):
+def test_the_next_program_removes_exactly_the_remains_of_a_killed_one(tmp_path):
     (tmp_path / "sites.py").write_text(module())
     settings = {
         "cwd": tmp_path,

@@ -52,7 +52,7 @@ async def stored(tmp_path):
     return list(load_trajectories(tmp_path / "stored.jsonl"))
 
 
-async def test_scores_metrics_and_rewards_of_turns_are_those_of_the_new_reward(stored):
+async def test_scores_metrics_and_turn_rewards_come_from_the_new_reward(stored):
     before = [one.to_json() for one in stored]
     again = await rescore(stored, new)
     assert [one.to_json() for one in stored] == before, "what is given stays as it is"
@@ -79,7 +79,7 @@ async def test_attempts_at_a_task_are_ranked_together(stored):
     assert again[0].metrics == {"new_metric": 1.0, "new": 14.0}
 
 
-async def test_what_cannot_be_scored_is_unscored_and_counted_by_cause(stored):
+async def test_trajectories_that_cannot_be_scored_are_counted_by_cause(stored):
     world = FakeBackend()
     box = FakeSpec(world=world, name="box")
     stored[0].failure, stored[0].finish_reason = Failure.of(OSError("disk"), Boundary.MACHINE), FinishReason.FAILED
@@ -110,7 +110,7 @@ async def test_a_score_that_failed_is_tried_again(stored):
     assert ScoreChange.between(stored[:1], again).changed == 1
 
 
-async def test_trajectories_are_scored_at_the_same_time_with_what_they_share(stored):
+async def test_trajectories_are_scored_concurrently_with_shared_resources(stored):
     spec = FakeSpec(name="judge")
     at_once, most = 0, 0
 
@@ -130,7 +130,7 @@ async def test_trajectories_are_scored_at_the_same_time_with_what_they_share(sto
     assert most == 3
 
 
-async def test_what_is_no_reward_is_refused(stored):
+async def test_an_object_that_is_not_a_reward_is_refused(stored):
     with pytest.raises(UsageError, match="The function len is not a reward"):
         await rescore(stored, len)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="a str, is not a reward"):

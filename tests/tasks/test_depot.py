@@ -40,7 +40,7 @@ def test_no_errand_is_both_trained_on_and_held_out_and_all_that_there_are_are_on
 
 
 @pytest.mark.parametrize("field", ["item", "place", "goal", "start"])
-def test_what_held_out_errands_are_made_of_is_trained_on(field):
+def test_the_parts_of_held_out_errands_occur_in_training(field):
     trained, held_out = (Counter(task[field] for task in tasks) for tasks in (train_tasks(), eval_tasks()))
     assert set(trained) == set(held_out) == set(ITEMS if field == "item" else ROOMS)
 
@@ -65,7 +65,7 @@ def test_every_room_is_reached_from_every_room_by_going_nearer():
             assert gone <= 2
 
 
-def test_what_cannot_be_done_changes_nothing():
+def test_impossible_actions_change_nothing():
     depot = Depot()
     depot.reset("hall", "tea", "loft")
     before = depot.state()
@@ -74,7 +74,7 @@ def test_what_cannot_be_done_changes_nothing():
         assert depot.state() == before
 
 
-def test_what_is_carried_comes_along_and_stays_where_it_is_put():
+def test_a_carried_item_moves_along_and_stays_where_it_is_put():
     depot = Depot()
     depot.reset("loft", "tea", "loft")
     assert depot.look() == "You are in the loft, and so is the tea."

@@ -117,7 +117,7 @@ async def test_an_agent_that_orders_nothing_is_worse_off_than_one_that_orders_wr
 
 @needs_sandbox
 @pytest.mark.parametrize("item", ["caviar", "../ordered", "-n", "$(echo tea)", "", "tea\nrice"])
-async def test_a_shelf_that_is_not_there_is_said_not_to_be(item):
+async def test_a_missing_shelf_is_reported(item):
     trajectory = await play(("check", {"item": item}), ("order", {"crates": 2}))
     assert said(trajectory)[0] == f"There is no shelf of {item}."
     assert trajectory.reward == 0.0
@@ -146,7 +146,7 @@ async def test_the_oracle_earns_the_full_reward_on_every_task(agent, tasks):
 @needs_sandbox
 @pytest.mark.parametrize("memory", [FullHistory(), Window(turns=1)], ids=repr)
 @pytest.mark.parametrize("strategy", ["chain", "step"])
-async def test_the_oracle_earns_as_much_under_either_strategy_and_from_the_last_turn_alone(strategy, memory):
+async def test_the_oracle_earns_the_same_under_both_strategies_and_from_the_last_turn(strategy, memory):
     agent = dataclasses.replace(hermes_agent(), memory=memory)
     policy = ScriptedPolicy(oracle(agent.format))
     result = await run(agent, train_tasks()[:3], reward=stockroom_reward, policy=policy, strategy=strategy)

@@ -58,7 +58,7 @@ def test_any_text_is_encoded_without_loss(tokenizer):
     assert not set(ids) & set(tokenizer.control_tokens.values())
 
 
-def test_a_word_is_the_same_tokens_wherever_it_stands(tokenizer):
+def test_a_word_has_the_same_tokens_at_every_position(tokenizer):
     word = tokenizer.encode_text("honey")
     assert len(word) == 1
     for text in ("the honey?", '{"item": "honey"}', "honey\n"):

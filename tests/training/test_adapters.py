@@ -38,7 +38,7 @@ def logprobs_of(model: torch.nn.Module, rows: list[Row]) -> list[float]:
     ]
 
 
-def test_fresh_adapters_change_no_number_and_training_moves_them_alone() -> None:
+def test_new_adapters_change_no_output_and_training_changes_only_them() -> None:
     model = small_model()
     rows = rows_of(model)
     learner = learner_of(model, lora=LORA, weight_decay=0.1)
@@ -50,7 +50,7 @@ def test_fresh_adapters_change_no_number_and_training_moves_them_alone() -> None
     assert logprobs_of(model, rows) != pytest.approx([value for row in rows for value in row.target_logprobs])
 
 
-def test_good_tokens_become_likelier_and_bad_ones_less_likely_by_adapters_alone() -> None:
+def test_training_only_adapters_raises_good_tokens_and_lowers_bad_ones() -> None:
     model = small_model()
     rows = rows_of(model)
     learner = learner_of(model, lora=LORA, learning_rate=0.01)
@@ -122,7 +122,7 @@ def test_modules_that_a_model_does_not_have_are_refused() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"lora": LORA}, {}])
-def test_a_model_that_has_adapters_of_another_run_is_refused(settings: dict[str, object]) -> None:
+def test_a_model_with_adapters_of_an_earlier_run_is_refused(settings: dict[str, object]) -> None:
     model = small_model()
     learner_of(model, lora=LORA)
     with pytest.raises(ConfigError, match="adapters of an earlier run"):
@@ -162,7 +162,7 @@ def test_a_checkpoint_of_adapters_stops_at_the_ids_at_which_its_model_does(tmp_p
     assert load_policy(tmp_path / "one", dtype="float32").tokenizer.eos_ids == (0, 408)
 
 
-def test_adapters_whose_model_has_gone_say_where_it_was(tmp_path: Path) -> None:
+def test_adapters_without_their_base_model_report_its_path(tmp_path: Path) -> None:
     policy = load_policy("tiny")
     policy.model.save_pretrained(tmp_path / "base")
     policy.tokenizer.hf.save_pretrained(tmp_path / "base")
@@ -174,7 +174,7 @@ def test_adapters_whose_model_has_gone_say_where_it_was(tmp_path: Path) -> None:
         load_policy(tmp_path / "one")
 
 
-def test_a_run_of_adapters_goes_on_from_its_checkpoint_to_the_bit(tmp_path: Path) -> None:
+def test_a_run_with_adapters_resumes_exactly_from_its_checkpoint(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"lora": LORA | {"dropout": 0.1}, "kl": {"coefficient": 0.05}, "mini_batches": 2}
     policy, other = load_policy("tiny", dtype="float32"), load_policy("tiny", dtype="float32")
     rows = rows_of(policy.model)
@@ -190,7 +190,7 @@ def test_a_run_of_adapters_goes_on_from_its_checkpoint_to_the_bit(tmp_path: Path
     assert torch.equal(weights(other.model), weights(policy.model))
 
 
-def test_adapters_of_another_rank_or_none_at_all_are_refused(tmp_path: Path) -> None:
+def test_adapters_of_a_different_rank_or_missing_adapters_are_refused(tmp_path: Path) -> None:
     policy = load_policy("tiny")
     write_model(tmp_path / "whole", policy.model, policy.tokenizer.hf)
     learner_of(policy.model, lora=LORA)

@@ -67,7 +67,7 @@ def first_values(name: str, rows: Sequence[Row]) -> list[float]:
         ("ranking", [2, 2, 0], [0.25, 0.25, -0.5]),
     ],
 )
-def test_advantages_of_one_group_are_those_worked_by_hand(
+def test_advantages_of_one_group_match_a_manual_calculation(
     name: str, rewards: list[float], expected: list[float]
 ) -> None:
     assert first_values(name, group_of(rewards)) == pytest.approx(expected)
@@ -162,7 +162,7 @@ def test_how_trajectories_are_laid_out_in_rows_changes_nothing(name: str, data: 
         assert values.tolist() == pytest.approx([expected[part.rollout_id]] * len(part.targets), abs=1e-12)
 
 
-def test_a_judges_order_is_judged_by_places_alone() -> None:
+def test_ranking_depends_only_on_the_order_of_rewards() -> None:
     responses = ["good", "bad", "best", "good"]
     scores = scores_of(responses, ["good", "bad", "best"], [2, 0, 1])
     places = [0.0, -0.5, 0.5, 0.0]
@@ -177,7 +177,7 @@ def test_opo_weighs_each_attempt_by_its_sampled_tokens() -> None:
     assert first_values("opo", rows) == [0.25, 0.25, -0.75]
 
 
-def test_every_sampled_token_of_a_trajectory_has_its_advantage_whichever_row_holds_it() -> None:
+def test_all_sampled_tokens_of_a_trajectory_get_its_advantage_in_every_row() -> None:
     rows = [
         row("g", "a", 1.4, (0, 1, 1, 1, 1, 0, 0)),
         row("g", "a", 1.4, (0, 0, 0, 0, 0, 1, 1)),

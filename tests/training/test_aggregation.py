@@ -31,7 +31,7 @@ def test_each_aggregation_is_that_worked_by_hand(name: AggregationName, expected
     assert aggregation(values, torch.ones(6, dtype=torch.bool), row).item() == pytest.approx(expected)
 
 
-def test_token_mean_of_two_uneven_micro_batches_is_that_of_the_whole_batch() -> None:
+def test_token_mean_of_two_uneven_micro_batches_equals_the_whole_batch() -> None:
     mean = Aggregation("token_mean", tokens=10, rows=2)
     parts = [(torch.ones(2), torch.ones(2, dtype=torch.bool)), (torch.zeros(8), torch.ones(8, dtype=torch.bool))]
     assert sum(

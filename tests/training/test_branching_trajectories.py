@@ -89,7 +89,7 @@ def test_gigpo_goes_back_from_each_branch_to_its_own_parent() -> None:
     assert [values.tolist() for values in found.values] == [[0.5 + 0.25], [0.5], [0.5], [0.5], [-0.5 - 0.25]]
 
 
-def test_gigpo_passes_through_what_parallel_subagents_did() -> None:
+def test_gigpo_follows_turns_through_parallel_subagents() -> None:
     own = row([RowTurn(0, 1, 2, None, "begin", parent_turns=()), RowTurn(3, 3, 4, None, "later", parent_turns=(1, 2))])
     helpers = [Row(**{**vars(row([RowTurn(number, 1, 2, parent_turns=(0,))])), "agent": "helper"}) for number in (1, 2)]
     other = row([RowTurn(0, 1, 2, None, "begin", parent_turns=())], rollout="b", reward=0.0)
@@ -97,7 +97,7 @@ def test_gigpo_passes_through_what_parallel_subagents_did() -> None:
     assert found.values[0].tolist() == [0.5 + 0.25, 0.5]
 
 
-def test_branches_behind_a_row_that_was_cut_away_follow_what_stood_before_it() -> None:
+def test_branches_after_a_removed_row_follow_the_turns_before_it() -> None:
     rows = row_a_turn([(), (0,), (1,), (1,)], [1, 9, 1, 1])
     hollow = Row(**{**vars(rows[1]), "ids": [7] * 40, "loss_mask": [0] * 30 + [1] * 9 + [0],
                     "logprobs": [math.nan] * 30 + [-0.5] * 9 + [math.nan], "versions": [0] * 40,
@@ -113,7 +113,7 @@ def test_a_turn_that_was_left_without_tokens_is_passed_through() -> None:
     assert returns(nothing_expected([cut, *branches]), discount=0.5) == [[0.5], [1.0], [1.0]]
 
 
-def test_what_is_left_out_is_passed_through_to_those_before() -> None:
+def test_returns_pass_through_excluded_turns_to_earlier_ones() -> None:
     parent_turns = {0: (), 1: (0,), 2: (0,), 3: (1, 2), 4: (3,), 5: None}
     assert predecessors_within(parent_turns, {0, 2, 4, 5}) == {0: (), 2: (0,), 4: (0, 2), 5: (4,)}
     assert predecessors_within(parent_turns, {4}) == {4: ()}
@@ -141,7 +141,7 @@ def ways(parent_turns: Follows, turn: int) -> list[tuple[float, list[int]]]:
 
 
 @given(trees(), st.sampled_from([1.0, 0.9]), st.sampled_from([1.0, 0.5]), st.integers(0, 2**32 - 1))
-def test_each_token_is_judged_by_the_mean_over_the_ways_that_go_on_from_it(
+def test_the_return_of_a_token_is_the_mean_over_its_continuations(
     tree: tuple[list[tuple[int, ...]], list[int]], discount: float, gae_lambda: float, seed: int
 ) -> None:
     """What a chain alone would give along each way, weighed by how likely the way is."""

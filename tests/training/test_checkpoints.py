@@ -69,7 +69,7 @@ def test_a_checkpoint_is_not_seen_before_it_is_whole(tmp_path: Path) -> None:
     assert seen == [None]
 
 
-def test_what_a_killed_process_left_half_written_or_half_removed_is_cleared(tmp_path: Path) -> None:
+def test_checkpoints_half_written_or_half_removed_by_a_killed_process_are_removed(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     saved = checkpoints.save(1, write_text)
     for name in (".unfinished-000002", ".unfinished-removed-step-000000"):
@@ -89,7 +89,7 @@ def test_the_newest_checkpoints_are_kept_by_their_steps_and_not_by_their_names(t
 @pytest.mark.parametrize("keep", [1, 2, 3])
 @pytest.mark.parametrize("damaged", [(30,), (20, 30), (10, 30)])
 @pytest.mark.parametrize("best", [0, 10])
-def test_what_a_resumed_run_saves_stands_and_the_damaged_ones_that_it_was_to_come_to_go(
+def test_a_resumed_run_keeps_its_new_checkpoints_and_removes_later_damaged_ones(
     tmp_path: Path, keep: int, damaged: tuple[int, ...], best: int
 ) -> None:
     Checkpoints(tmp_path, keep=9).save(10, write_text)
@@ -132,7 +132,7 @@ def test_place_and_learner_come_back_as_they_were_saved(tmp_path: Path) -> None:
     assert learner["masters"][1].tolist() == [1.5]
 
 
-def test_a_directory_with_a_model_alone_is_no_checkpoint_to_resume(tmp_path: Path) -> None:
+def test_a_directory_with_only_a_model_cannot_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not the state of a run"):
         read_trainer_state(tmp_path)
 
@@ -164,7 +164,7 @@ def test_weights_come_back_in_place_and_any_program_can_load_the_directory(tmp_p
     assert [weight.data_ptr() for weight in other.parameters()] == pointers
 
 
-def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+def test_weights_of_a_different_shape_are_refused(tmp_path: Path) -> None:
     small_model(hidden=32).save_pretrained(tmp_path)
     model = small_model()
     before = copy.deepcopy(model.state_dict())
@@ -173,7 +173,7 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in before.items())
 
 
-def test_a_full_disk_says_what_to_do_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_the_remedy_and_leaves_no_partial_file(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.save(1, write_text)
 
@@ -220,7 +220,7 @@ def damage(file: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", DAMAGES)
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_checkpoint_is_passed_over_for_the_last_sound_one_and_told(tmp_path, caplog, name, how) -> None:
+def test_a_damaged_checkpoint_is_reported_and_the_last_valid_one_is_used(tmp_path, caplog, name, how) -> None:
     checkpoints = saved_checkpoints(tmp_path, 1, 2)
     assert checkpoints.latest_valid() == tmp_path / "step-000002"
     damage(tmp_path / "step-000002" / name, how)

@@ -33,7 +33,7 @@ def value_of(config, name):
         ({"lora_rank": 4}, "lora.rank", 4),
     ],
 )
-def test_a_setting_is_read_under_its_other_name_and_the_name_here_is_told(caplog, given, name, value):
+def test_a_synonym_is_accepted_and_the_canonical_name_is_reported(caplog, given, name, value):
     with caplog.at_level(logging.WARNING, "agentfly"):
         config = TrainConfig(**given)
     assert value_of(config, name) == value
@@ -58,14 +58,14 @@ def test_a_setting_given_under_both_names_is_refused():
         ("gradient_accumulation_steps", "micro_batch_tokens"),
     ],
 )
-def test_a_setting_without_a_counterpart_of_the_same_meaning_is_refused_with_what_to_set(given, cure):
+def test_a_setting_without_counterpart_is_refused_with_the_setting_to_use(given, cure):
     with pytest.raises(ConfigError, match=rf"There is no training setting '{given}'.*{cure}"):
         TrainConfig(**{given: 4})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=rf"There is no key '{given}'.*{cure}"):
         validate_config({"agent": "a:b", "tasks": "t.jsonl", given: 4}, "c.yaml")
 
 
-def test_a_synonym_beside_the_training_settings_is_told_its_place():
+def test_a_synonym_at_the_wrong_level_is_reported_with_the_correct_key():
     with pytest.raises(ConfigError, match=r"There is no key 'lr'. Did you mean 'training\.learning_rate'\?"):
         validate_config({"agent": "a:b", "tasks": "t.jsonl", "lr": 1e-3}, "c.yaml")
 
@@ -85,14 +85,14 @@ def test_a_setting_of_a_warm_start_is_read_under_its_other_name_too(caplog, give
     assert f"is called sft.{name} here" in caplog.text
 
 
-def test_a_warm_start_told_in_steps_is_told_what_its_length_is():
+def test_a_warm_start_with_a_number_of_steps_is_referred_to_epochs():
     with pytest.raises(ConfigError, match=r"'sft\.max_steps'.*set epochs"):
         SFTConfig(max_steps=4)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("written", ["learning_rate", "lr"])
 @pytest.mark.parametrize("word", ["learning_rate", "lr"])
-def test_an_override_replaces_what_the_file_says_whichever_names_both_use(tmp_path, written, word):
+def test_an_override_replaces_the_value_of_the_file_under_any_synonym(tmp_path, written, word):
     path = tmp_path / "config.yaml"
     path.write_text(f"agent: a:b\ntraining: {{{written}: 1.0e-3}}\nsft: {{{written}: 1.0e-3}}\n")
     config = load_config(path, [f"training.{word}=2e-4", f"sft.{word}=3e-4"])
@@ -137,12 +137,12 @@ def test_of_two_overrides_of_one_setting_the_last_counts(tmp_path):
         (SFTConfig, {"lora": {"r": 8}}, "lora.rank"),
     ],
 )
-def test_a_misspelled_setting_is_told_the_one_that_other_names_lead_to(of, given, meant):
+def test_a_misspelled_synonym_is_reported_with_the_canonical_name(of, given, meant):
     with pytest.raises(ConfigError, match=rf"Did you mean '{meant}'\?"):
         of(**given)
 
 
-def test_a_setting_that_was_meant_for_an_argument_of_the_call_is_told_that():
+def test_a_misspelled_argument_of_the_call_is_reported_as_such():
     agent = af.Agent(model="tiny")
     with pytest.raises(ConfigError, match=r"train\(\) has no argument 'rewards'. Did you mean 'reward'\?"):
         af.train(agent, ["hello"], rewards=None)

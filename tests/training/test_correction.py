@@ -31,7 +31,7 @@ def corrected(**config: Any) -> RolloutCorrection:
         ({"level": "sequence_mean", "upper": 5.0}, [2.0, 2.0] + [0.0375 ** (1 / 3)] * 3),
     ],
 )
-def test_truncation_holds_each_weight_within_its_bounds(config: dict[str, Any], weights: list[float]) -> None:
+def test_truncation_keeps_each_weight_within_its_bounds(config: dict[str, Any], weights: list[float]) -> None:
     result = corrected(**config)
     assert result.weights.tolist() == pytest.approx(weights)
     assert result.mask.all()
@@ -47,7 +47,7 @@ def test_truncation_holds_each_weight_within_its_bounds(config: dict[str, Any], 
         ({"level": "sequence_mean", "upper": 3.0, "lower": 0.5}, [2.0, 2.0, 0.0, 0.0, 0.0]),
     ],
 )
-def test_masking_leaves_out_what_is_beyond_the_bounds_and_weighs_the_rest(
+def test_masking_excludes_tokens_beyond_the_bounds_and_weights_the_others(
     config: dict[str, Any], weights: list[float]
 ) -> None:
     result = corrected(mode="mask", **config)
@@ -55,7 +55,7 @@ def test_masking_leaves_out_what_is_beyond_the_bounds_and_weighs_the_rest(
     assert result.mask.tolist() == [weight > 0 for weight in weights]
 
 
-def test_the_metrics_tell_what_is_left_out_and_how_far_ratios_go() -> None:
+def test_the_metrics_report_masked_fractions_and_extreme_ratios() -> None:
     metrics = corrected(mode="mask").metrics
     assert metrics["mismatch/masked_fraction"] == pytest.approx(3 / 5)
     assert metrics["mismatch/seq_masked_fraction"] == 1.0
@@ -78,7 +78,7 @@ def test_without_mismatch_every_weight_is_one_and_every_distance_zero() -> None:
             assert result.metrics["mismatch/rollout_is_eff_sample_size"] == 1.0
 
 
-def test_what_is_masked_reaches_no_weight_and_no_metric() -> None:
+def test_masked_tokens_affect_no_weight_and_no_metric() -> None:
     mask = torch.tensor([True, True, False, True, False])
     old, behaviour = OLD.clone(), BEHAVIOUR.clone()
     old[2], behaviour[4] = math.nan, -math.inf

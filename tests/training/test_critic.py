@@ -48,7 +48,7 @@ def test_a_value_belongs_to_the_state_before_its_token_and_knows_nothing_of_the_
     assert before[2:].tolist() != pytest.approx(after[2:].tolist(), abs=1e-6)
 
 
-def test_values_come_to_be_what_they_should_have_been_and_the_policy_stays() -> None:
+def test_values_approach_their_targets_and_the_policy_does_not_change() -> None:
     model = small_model()
     critic = critic_of(model)
     rows = rows_of(model)
@@ -73,7 +73,7 @@ def test_values_that_may_not_move_far_stop_pushing_once_they_have() -> None:
     assert 0.05 < ends[1] < 0.5 * ends[0]
 
 
-def test_in_the_warm_up_the_critic_alone_learns() -> None:
+def test_only_the_critic_learns_during_its_warm_up() -> None:
     model = small_model()
     rows = rows_of(model)
     learner = learner_of(model, needs_critic=True, algorithm="gae", critic={"warmup_steps": 2, "learning_rate": 1e-3})
@@ -87,7 +87,7 @@ def test_in_the_warm_up_the_critic_alone_learns() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_learner_with_a_critic_goes_on_from_its_state_to_the_bit(dtype: torch.dtype) -> None:
+def test_a_learner_with_a_critic_resumes_exactly_from_its_state(dtype: torch.dtype) -> None:
     settings: dict[str, Any] = {
         "algorithm": "gae",
         "critic": {"learning_rate": 1e-3, "updates_per_step": 2},
@@ -107,7 +107,7 @@ def test_a_learner_with_a_critic_goes_on_from_its_state_to_the_bit(dtype: torch.
     assert torch.equal(weights(other), weights(model))
 
 
-def test_explained_variance_is_that_of_the_returns_about_the_values() -> None:
+def test_explained_variance_compares_returns_with_values() -> None:
     returns = torch.tensor([1.0, 2.0, 3.0, 6.0])
     assert explained_variance(returns, returns) == pytest.approx(1.0)
     assert explained_variance(torch.full((4,), 3.0), returns) == pytest.approx(0.0)
@@ -116,7 +116,7 @@ def test_explained_variance_is_that_of_the_returns_about_the_values() -> None:
     assert explained_variance(torch.zeros(0), torch.zeros(0)) == 0.0
 
 
-def test_nothing_to_learn_from_leaves_the_critic_alone() -> None:
+def test_a_batch_without_rows_does_not_change_the_critic() -> None:
     learner = learner_of(small_model(), needs_critic=True, algorithm="gae")
     scores = learner.score([])
     metrics = learner.learn([], Advantages([], []), scores)
@@ -125,7 +125,7 @@ def test_nothing_to_learn_from_leaves_the_critic_alone() -> None:
 
 
 @pytest.mark.slow
-async def test_ppo_learns_a_trivial_task_and_its_critic_what_to_expect(tmp_path: Path) -> None:
+async def test_ppo_learns_a_trivial_task_and_its_critic_predicts_the_reward(tmp_path: Path) -> None:
     @reward
     def early_letters(response: str) -> float:
         """Share of the text that is made of the first letters of the alphabet."""

@@ -90,7 +90,7 @@ def test_an_epoch_that_would_be_empty_has_all_tasks() -> None:
     ),
     st.data(),
 )
-def test_an_order_that_is_saved_anywhere_and_loaded_goes_on_as_if_nothing_had_been(
+def test_a_task_order_saved_at_any_point_continues_identically(
     history: list[tuple[int, list[tuple[int, bool]]]], data: st.DataObject
 ) -> None:
     saved_at = data.draw(st.integers(0, len(history)))
@@ -116,14 +116,14 @@ class Longest(Curriculum):
         self.least = least
 
 
-def test_a_curriculum_says_what_it_is_and_not_where_it_lies() -> None:
+def test_a_curriculum_is_described_without_its_memory_address() -> None:
     assert repr(Longest(3)) == repr(Longest(3)) == "Longest(least=3)"
     assert repr(Longest(3)) != repr(Longest(4))
     assert repr(BySuccessRate(tries=4)) == repr(BySuccessRate(tries=4))
 
 
 @pytest.mark.parametrize("rank", [None, math.nan, "first"])
-def test_what_tasks_cannot_be_ordered_by_is_refused(rank: Any) -> None:
+def test_a_key_by_which_tasks_cannot_be_sorted_is_refused(rank: Any) -> None:
     class Ranks(Curriculum):
         def rank(self, task: Task, record: TaskRecord) -> float:
             return rank
@@ -132,7 +132,7 @@ def test_what_tasks_cannot_be_ordered_by_is_refused(rank: Any) -> None:
         CurriculumTaskOrder(TASKS, 0, Ranks()).take(0, 1)
 
 
-def test_what_is_no_curriculum_is_refused() -> None:
+def test_an_object_that_is_not_a_curriculum_is_refused() -> None:
     with pytest.raises(UsageError, match="Derive a class from it"):
         make_task_order(TASKS, 0, BySuccessRate)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="tries=0"):
@@ -145,7 +145,7 @@ async def even_ones(context: Context, prompt: str) -> float:
     return float(int(prompt[-2]) % 2 == 0)
 
 
-async def test_a_run_leaves_out_what_is_solved_and_a_resume_needs_the_same_curriculum(tmp_path: Path) -> None:
+async def test_a_run_skips_solved_tasks_and_resumes_only_with_the_same_curriculum(tmp_path: Path) -> None:
     async def trained(steps: int, curriculum: Curriculum | None) -> None:
         await Trainer(
             Agent(model="tiny", max_turns=1, max_tokens_per_turn=4),

@@ -40,7 +40,7 @@ def test_a_group_teaches_where_the_algorithm_finds_an_advantage_in_it(algorithm:
     assert judge([1.0, 1.0], greedy=0.0) == (algorithm in ("remax", "reinforce"))
 
 
-def test_a_group_whose_greedy_rollout_is_as_good_or_missing_teaches_remax_nothing() -> None:
+def test_remax_learns_nothing_from_a_group_with_an_equal_or_missing_greedy_rollout() -> None:
     assert judged([0.25], greedy=0.5, algorithm="remax", attempts=1)
     assert not judged([0.5], greedy=0.5, algorithm="remax", attempts=1)
     assert not judged([0.5], algorithm="remax", attempts=1)

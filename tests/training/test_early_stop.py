@@ -58,7 +58,7 @@ def test_a_run_has_seen_enough_at_its_target_or_when_its_patience_ends(
     assert standing(*values).stop_reason(None, METRIC) == ""
 
 
-def test_what_looks_at_evaluations_needs_some(tmp_path: Path) -> None:
+def test_settings_that_need_evaluations_are_refused_without_them(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Set eval_every_steps"):
         TrainConfig(early_stop={"patience": 1})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="neither a target nor patience"):
@@ -106,7 +106,7 @@ def from_the_beginning() -> None:
     evaluations = 0
 
 
-async def test_patience_ends_a_run_with_a_checkpoint_and_more_patience_goes_on_with_it(tmp_path: Path) -> None:
+async def test_patience_ends_a_run_with_a_checkpoint_and_more_patience_resumes_it(tmp_path: Path) -> None:
     events, seen = EventStream(), list[Event]()
     with events.subscribed(seen.append):
         result = await trained(tmp_path, events=events, early_stop={"patience": 2})
@@ -140,7 +140,7 @@ async def test_the_best_step_has_a_checkpoint_that_is_kept_and_found_by_its_link
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"best", "step-000005"}
 
 
-async def test_an_evaluation_on_record_is_not_rolled_out_again_unless_it_would_be_another(tmp_path: Path) -> None:
+async def test_a_stored_evaluation_is_repeated_only_if_its_settings_changed(tmp_path: Path) -> None:
     run, asked = RunDirectory(tmp_path).ensure(), list[Event]()
     events = EventStream()
     policy = ScriptedPolicy(["fine"])
@@ -161,7 +161,7 @@ async def test_an_evaluation_on_record_is_not_rolled_out_again_unless_it_would_b
         assert told == {METRIC: 0.7}
 
 
-async def test_a_run_that_looks_at_another_metric_from_now_on_compares_it_with_itself_alone(tmp_path: Path) -> None:
+async def test_a_run_resumed_with_another_metric_starts_a_new_evaluation_history(tmp_path: Path) -> None:
     first = await trained(tmp_path, steps=2, keep_best=True)
     assert first.best_checkpoint is not None
     assert first.best_checkpoint.name == "step-000001"

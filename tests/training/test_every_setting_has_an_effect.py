@@ -144,34 +144,28 @@ LOADED = {
 """Settings that the policy is loaded with."""
 
 SHOWN: dict[str, str] = {
-    "algorithm": "test_advantages.py::test_advantages_of_one_group_are_those_worked_by_hand",
-    "advantage": "test_gigpo.py::test_the_weight_of_steps_scales_their_part_alone",
+    "algorithm": "test_advantages.py::test_advantages_of_one_group_match_a_manual_calculation",
+    "advantage": "test_gigpo.py::test_step_weight_scales_only_the_step_advantage",
     "advantage.anchor_similarity": "test_gigpo.py::test_similar_states_are_one_where_that_is_asked_for",
     "dynamic_sampling": "test_overlap.py::test_tasks_that_teach_nothing_are_replaced_and_counted",
-    "dynamic_sampling.max_refills": "test_overlap.py::test_what_is_lacking_after_the_last_refill_is_dropped",
+    "dynamic_sampling.max_refills": "test_overlap.py::test_groups_missing_after_the_last_refill_are_not_replaced",
     "tasks_per_step": "test_overlap.py::test_a_step_takes_the_oldest_groups_and_lets_those_of_the_next_steps_begin",
     "max_staleness": "test_overlap.py::test_rollouts_run_ahead_of_the_weights_by_no_more_than_the_bound",
     "eval_every_steps": "test_resume.py::test_a_run_can_be_made_longer_and_looked_at_more_often",
-    "eval_attempts": (
-        "test_early_stop.py::test_an_evaluation_on_record_is_not_rolled_out_again_unless_it_would_be_another"
-    ),
-    "eval_temperature": (
-        "test_early_stop.py::test_an_evaluation_on_record_is_not_rolled_out_again_unless_it_would_be_another"
-    ),
-    "eval_metric": (
-        "test_early_stop.py::test_a_run_that_looks_at_another_metric_from_now_on_compares_it_with_itself_alone"
-    ),
+    "eval_attempts": ("test_early_stop.py::test_a_stored_evaluation_is_repeated_only_if_its_settings_changed"),
+    "eval_temperature": ("test_early_stop.py::test_a_stored_evaluation_is_repeated_only_if_its_settings_changed"),
+    "eval_metric": ("test_early_stop.py::test_a_run_resumed_with_another_metric_starts_a_new_evaluation_history"),
     "early_stop": "test_early_stop.py::test_a_target_that_is_met_before_the_first_step_leaves_the_model_as_it_is",
     "early_stop.target": (
         "test_early_stop.py::test_a_target_that_is_met_before_the_first_step_leaves_the_model_as_it_is"
     ),
     "early_stop.patience": (
-        "test_early_stop.py::test_patience_ends_a_run_with_a_checkpoint_and_more_patience_goes_on_with_it"
+        "test_early_stop.py::test_patience_ends_a_run_with_a_checkpoint_and_more_patience_resumes_it"
     ),
     "keep_checkpoints": "test_resume.py::test_a_run_can_be_made_longer_and_looked_at_more_often",
     "keep_best": "test_early_stop.py::test_the_best_step_has_a_checkpoint_that_is_kept_and_found_by_its_link",
-    "trackers": "test_trackers.py::test_a_training_run_is_followed_by_ones_own_tracker",
-    "project": "test_trackers.py::test_a_training_run_is_followed_by_ones_own_tracker",
+    "trackers": "test_trackers.py::test_a_registered_tracker_follows_a_training_run",
+    "project": "test_trackers.py::test_a_registered_tracker_follows_a_training_run",
     "attempts": "test_trainer.py::test_a_run_leaves_metrics_trajectories_and_a_checkpoint_that_any_program_loads",
     "checkpoint_every_steps": "test_trainer.py::test_a_run_that_is_stopped_again_and_again_ends_as_one_that_never_was",
     "micro_batch_tokens": "test_same_update.py::test_an_update_is_the_same",
@@ -225,7 +219,7 @@ def test_other_weights_are_learned(setting: str) -> None:
 
 
 @pytest.mark.parametrize("setting", JUDGED)
-def test_the_same_batch_is_judged_otherwise(setting: str) -> None:
+def test_the_setting_changes_the_advantages_of_the_same_batch(setting: str) -> None:
     algorithm, changed = JUDGED[setting]
     first, other = RowTurn(0, 1, 2, anchor="a", state="a room"), RowTurn(1, 3, 5, anchor="b", state="a roof")
     seconds = [other, other, replace(other, anchor="a", state="a room")]
@@ -239,7 +233,7 @@ def test_the_same_batch_is_judged_otherwise(setting: str) -> None:
 
 
 @pytest.mark.parametrize("setting", RATED)
-def test_the_learning_rate_is_another(setting: str) -> None:
+def test_the_setting_changes_the_learning_rate(setting: str) -> None:
     rates = []
     for settings in RATED[setting]:
         config = TrainConfig(**settings)

@@ -52,7 +52,7 @@ def plain(path: Path):
 
 
 @pytest.mark.parametrize("kind", ["whole", "lora"])
-def test_the_exported_model_is_plain_and_says_what_the_checkpoint_says(runs, kind, tmp_path):
+def test_the_exported_model_has_no_adapters_and_the_same_log_probs(runs, kind, tmp_path):
     done = export(runs[kind], tmp_path / "model")
     assert done.source.name == "step-000002"
     assert done.difference < 1e-4
@@ -75,7 +75,7 @@ def test_an_earlier_checkpoint_and_a_checkpoint_itself_can_be_exported(runs, tmp
         export(runs["whole"], tmp_path / "none", step=7)
 
 
-def test_an_adapter_alone_is_loaded_on_its_base_by_peft(runs, tmp_path):
+def test_peft_loads_an_exported_adapter_on_its_base_model(runs, tmp_path):
     from peft import PeftModel
 
     done = export(runs["lora"], tmp_path / "adapter", adapter=True)
@@ -94,7 +94,7 @@ def test_the_weights_are_written_in_the_format_that_is_asked_for(runs, tmp_path)
     assert 0 < done.difference < 0.5
 
 
-def test_what_says_something_else_does_not_appear(runs, tmp_path, monkeypatch):
+def test_an_export_with_different_log_probs_is_removed(runs, tmp_path, monkeypatch):
     write_model = export_module.write_model  # type: ignore[attr-defined]
 
     def spoiled(path, model, tokenizer):
@@ -108,7 +108,7 @@ def test_what_says_something_else_does_not_appear(runs, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_all_files_may_be_read_by_whom_the_directory_may_be_read(runs, tmp_path):
+def test_exported_files_have_the_permissions_of_their_directory(runs, tmp_path):
     done = export(runs["whole"], tmp_path / "model")
     readers = done.path.stat().st_mode & 0o444
     assert {path.stat().st_mode & 0o444 for path in done.path.iterdir()} == {readers}
@@ -129,13 +129,13 @@ def test_a_shipped_model_is_exported_by_its_name_to_where_a_link_leads(tmp_path)
     assert (tmp_path / "link" / "config.json").is_file()
 
 
-def test_a_directory_that_cannot_be_made_is_told(tmp_path):
+def test_a_directory_that_cannot_be_created_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(PrerequisiteError, match=r"file/model cannot be written: Not a directory\. Name another"):
         export("tiny", tmp_path / "file" / "model")
 
 
-def test_the_command_says_where_the_model_is(runs, tmp_path, monkeypatch, capsys):
+def test_the_command_prints_the_directory_of_the_model(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["agentfly", "export", str(runs["whole"]), "--to", str(tmp_path / "model")])
     with pytest.raises(SystemExit) as left:
         cli.main()

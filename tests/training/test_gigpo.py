@@ -65,7 +65,7 @@ def values_of(rows: Sequence[Row], rollout: str, **config: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["chain", "step"])
-def test_both_advantages_are_those_worked_by_hand_under_either_strategy(strategy: str) -> None:
+def test_episode_and_step_advantages_match_a_manual_calculation_for_both_strategies(strategy: str) -> None:
     # Returns, with discount 1/2: A 1/4, 1/2, 1; B 0, 0. In s0 their mean is (1/4 + 1 + 0) / 3 = 5/12; s1 and s2 are
     # alone. The baseline of the episodes is 1/2, one for each trajectory, and not 3/5, one for each turn.
     rows = rows_of("a", 1.0, A, strategy) + rows_of("b", 0.0, B, strategy)
@@ -73,7 +73,7 @@ def test_both_advantages_are_those_worked_by_hand_under_either_strategy(strategy
     assert values_of(rows, "b") == pytest.approx([-0.5 - 5 / 12, -0.5])
 
 
-def test_the_weight_of_steps_scales_their_part_alone() -> None:
+def test_step_weight_scales_only_the_step_advantage() -> None:
     rows = rows_of("a", 1.0, A, "chain") + rows_of("b", 0.0, B, "chain")
     assert values_of(rows, "a", step_weight=0.0) == [0.5, 0.5, 0.5]
     assert values_of(rows, "a", step_weight=2.0) == pytest.approx([0.5 - 1 / 3, 0.5, 0.5 + 7 / 6])
@@ -95,14 +95,14 @@ def test_without_rewards_of_turns_the_trajectorys_reward_is_its_last_turns() -> 
     assert values_of(rows, "a") == pytest.approx([0.5 - 1 / 6, 0.5, 0.5 + 7 / 12])
 
 
-def test_where_a_turn_of_a_group_has_a_reward_the_others_had_none() -> None:
+def test_turns_without_reward_count_as_zero_where_another_turn_of_the_group_has_one() -> None:
     rows = rows_of("a", 5.0, [("s0", None), ("s1", 1.0)], "chain") + rows_of("b", 3.0, [("s0", None)], "chain")
     # Returns in s0: 1/2 and 0. The trajectories' rewards count in the episode advantage alone: 5 and 3 about 4.
     assert values_of(rows, "a") == pytest.approx([1.25, 1.0])
     assert values_of(rows, "b") == pytest.approx([-1.25])
 
 
-def test_the_same_state_in_another_task_is_another_state() -> None:
+def test_equal_states_of_different_tasks_are_different_anchors() -> None:
     alone = rows_of("a", 1.0, A, "chain") + rows_of("b", 0.0, B, "chain")
     others = [*rows_of("c", 9.0, [("s0", 9.0)], "chain", "h"), *rows_of("d", 2.0, [("s0", 2.0)], "chain", "h")]
     assert values_of([*others, *alone], "a") == values_of(alone, "a")
@@ -136,7 +136,7 @@ def test_long_texts_are_compared_as_closely_as_short_ones() -> None:
     assert group_similar_texts([long, long.replace("quick", "swift")], 0.95) == [[0], [1]]
 
 
-def test_a_text_joins_the_first_part_whose_beginning_it_is_similar_to() -> None:
+def test_a_text_joins_the_first_group_whose_first_text_is_similar() -> None:
     assert group_similar_texts(["aaaaaaaa", "aaaaaabb", "aaaabbbb", "cccccccc"], 0.75) == [[0, 1], [2], [3]]
 
 
@@ -168,7 +168,7 @@ async def played(strategy: str) -> list[Row]:
     return list(rows_from_trajectories(trajectories).rows)
 
 
-async def test_rollouts_under_chain_and_step_are_judged_alike() -> None:
+async def test_the_strategies_chain_and_step_give_equal_advantages() -> None:
     chain, step = await played("chain"), await played("step")
     assert [len(chain), len(step)] == [2, 7]
     # States: the opening (returns 1/8, 0), the hall after the opening (1/4, 0) and again (1), the kitchen (1/2, 0).

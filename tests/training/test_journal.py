@@ -72,7 +72,7 @@ async def test_groups_come_in_the_order_of_the_tasks_whichever_end_first(tmp_pat
     assert rewards == [[task["number"]] * 2 for task in order]
 
 
-async def test_what_had_ended_is_not_run_again_and_what_had_not_is(tmp_path: Path) -> None:
+async def test_finished_rollouts_are_not_run_again_and_unfinished_ones_are(tmp_path: Path) -> None:
     first = Policy(stuck={"train-4.1", "train-5.0"})
     await fed(tmp_path, first, [2, 3])
     second = Policy()
@@ -80,7 +80,7 @@ async def test_what_had_ended_is_not_run_again_and_what_had_not_is(tmp_path: Pat
     assert set(second.asked) == {"train-4.1", "train-5.0"}
 
 
-async def test_what_infrastructure_spoiled_is_run_again(tmp_path: Path) -> None:
+async def test_infrastructure_failures_are_run_again(tmp_path: Path) -> None:
     await fed(tmp_path, Policy(broken={"train-3.1"}), [2, 3, 4, 5])
     again = Policy()
     assert (await fed(tmp_path, again, [3]))[0][1] is not None
@@ -90,7 +90,7 @@ async def test_what_infrastructure_spoiled_is_run_again(tmp_path: Path) -> None:
     assert not third.asked
 
 
-async def test_a_line_that_was_cut_by_a_crash_is_as_if_it_had_not_been_begun(tmp_path: Path) -> None:
+async def test_a_line_truncated_by_a_crash_is_ignored(tmp_path: Path) -> None:
     await fed(tmp_path, Policy(), [2, 3, 4, 5])
     file = tmp_path / "journal" / "train-3.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
@@ -102,7 +102,7 @@ async def test_a_line_that_was_cut_by_a_crash_is_as_if_it_had_not_been_begun(tmp
 
 
 @pytest.mark.parametrize("line", [b"{}\n", b"[]\n", b"\0\0\0\0\n", b"no rollout\n", b'{"attempt": 1\n'])
-async def test_a_line_that_is_no_rollout_is_named_and_what_stands_there_is_kept(tmp_path: Path, line: bytes) -> None:
+async def test_a_line_that_is_not_a_rollout_is_named_and_kept(tmp_path: Path, line: bytes) -> None:
     await fed(tmp_path, Policy(), [2, 3, 4, 5])
     file = tmp_path / "journal" / "train-3.jsonl"
     whole = file.read_bytes()

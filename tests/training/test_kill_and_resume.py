@@ -236,7 +236,7 @@ def test_a_run_killed_while_rollouts_run_ahead_trains_each_task_once_and_in_the_
     assert not any(run.journal.glob("*"))
 
 
-def test_sigterm_ends_a_run_in_good_order_and_its_checkpoint_stands(lives: Lives, tmp_path: Path) -> None:
+def test_sigterm_ends_a_run_cleanly_and_keeps_its_checkpoint(lives: Lives, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     process = lives.begin(run.path, steps=1000)
     while not run.metrics_file.exists() or run.metrics_file.read_bytes().count(b"\n") < 6:

@@ -20,7 +20,7 @@ from agentfly.training.losses.kl import AdaptiveKLController
         (math.nan, 100, 0.2),
     ],
 )
-def test_it_follows_what_is_seen_by_at_most_a_fifth(seen: float, rows: int, expected: float) -> None:
+def test_the_coefficient_changes_by_at_most_a_fifth(seen: float, rows: int, expected: float) -> None:
     assert AdaptiveKLController(0.2, target_nats=0.1, horizon_rows=1000).updated(seen, rows).value == pytest.approx(
         expected
     )

@@ -41,7 +41,7 @@ def test_k2_k3_and_low_variance_are_never_negative(pairs: list[tuple[float, floa
 
 @pytest.mark.parametrize("estimator", get_args(SampledEstimator))
 @pytest.mark.parametrize("plus", [False, True])
-def test_what_is_masked_reaches_neither_value_nor_gradient(estimator: SampledEstimator, plus: bool) -> None:
+def test_masked_tokens_affect_neither_value_nor_gradient(estimator: SampledEstimator, plus: bool) -> None:
     logprobs = torch.tensor([-1.0, math.nan, -math.inf], requires_grad=True)
     reference = torch.tensor([-2.0, -math.inf, math.nan])
     mask = torch.tensor([True, False, False])
@@ -79,7 +79,7 @@ def test_the_gradient_of_k2_is_on_average_that_of_the_divergence_and_that_of_k1_
 
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 2**32), spread=st.floats(0.01, 5.0))
-def test_the_full_divergence_is_that_of_the_two_distributions(seed: int, spread: float) -> None:
+def test_the_full_divergence_equals_the_divergence_of_the_two_distributions(seed: int, spread: float) -> None:
     random = torch.Generator().manual_seed(seed)
     logits, reference = spread * torch.randn(2, 3, 11, generator=random, dtype=torch.float64)
     of = torch.distributions.Categorical

@@ -31,7 +31,7 @@ def all_logprobs(model: torch.nn.Module, ids: list[int], positions: list[int], t
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "low_variance", "full"])
-def test_each_estimate_in_the_reward_is_what_it_says(estimator: str) -> None:
+def test_each_estimator_in_the_reward_matches_its_formula(estimator: str) -> None:
     model = small_model()
     settings: dict[str, Any] = {"kl": {"coefficient": 0.5, "estimator": estimator, "where": "reward"}}
     learner = learner_of(model, 0.7, **settings)
@@ -138,7 +138,7 @@ def test_in_the_reward_it_has_no_gradient_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("target", "grows"), [(1e-6, True), (1e3, False)])
-def test_an_adaptive_coefficient_follows_the_divergence_and_is_gone_on_with(target: float, grows: bool) -> None:
+def test_an_adaptive_coefficient_follows_the_divergence_and_is_resumed(target: float, grows: bool) -> None:
     settings: dict[str, Any] = {"kl": {"coefficient": 0.1, "target_nats": target, "horizon_rows": 8}}
     model = small_model()
     learner = learner_of(model, **settings)

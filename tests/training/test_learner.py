@@ -82,7 +82,7 @@ def test_each_mini_batch_of_each_epoch_makes_an_update_and_a_small_batch_fewer()
     assert learner.updates == 9
 
 
-def test_a_mini_batch_is_weighed_by_its_own_size_and_another_step_draws_others() -> None:
+def test_a_mini_batch_is_weighted_by_its_own_size_and_each_step_draws_different_ones() -> None:
     ends = []
     for step in (0, 0, 1):
         model = small_model()
@@ -111,7 +111,7 @@ def test_a_mini_batch_is_weighed_by_its_own_size_and_another_step_draws_others()
         {"lora": {"rank": 2}},
     ],
 )
-def test_each_setting_of_the_optimizer_moves_the_weights_otherwise(changed: dict[str, Any]) -> None:
+def test_each_optimizer_setting_changes_the_update(changed: dict[str, Any]) -> None:
     ends = []
     for settings in ({}, changed):
         model = small_model()
@@ -136,7 +136,7 @@ def test_weight_decay_takes_matrices_and_leaves_the_scales_of_norms() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (-1, 1), (1, -1)])
-def test_a_loss_that_is_not_one_value_a_token_is_refused_and_moves_nothing(
+def test_a_loss_without_one_value_per_token_is_refused_and_changes_no_weight(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def odd(batch: TokenBatch, clip: ClipRange) -> TokenLoss:
@@ -162,7 +162,7 @@ def test_advantages_that_are_not_one_number_a_sampled_token_are_refused(wrong: A
 
 
 @pytest.mark.parametrize("values", [None, [0.0] * 4])
-def test_a_batch_that_teaches_nothing_leaves_the_weights_alone(values: list[float] | None) -> None:
+def test_a_batch_without_learning_signal_changes_no_weight(values: list[float] | None) -> None:
     model = small_model()
     rows = rows_of(model)
     learner = learner_of(model, weight_decay=0.1)
@@ -175,7 +175,7 @@ def test_a_batch_that_teaches_nothing_leaves_the_weights_alone(values: list[floa
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-def test_a_gradient_that_is_not_finite_leaves_the_weights_alone() -> None:
+def test_a_non_finite_gradient_changes_no_weight() -> None:
     model = small_model()
     rows = rows_of(model)
     before = weights(model)
@@ -208,7 +208,7 @@ def test_the_divergence_penalty_pulls_back_to_the_policy_before_training() -> No
     assert learn(learner, rows, nothing)["policy/reference_kl"] < away
 
 
-def test_an_update_that_is_told_to_stop_leaves_the_weights_and_no_gradient() -> None:
+def test_a_stopped_update_changes_no_weight_and_leaves_no_gradient() -> None:
     model = small_model()
     rows = rows_of(model)
     before = weights(model)
@@ -244,7 +244,7 @@ def test_updates_too_small_for_a_16_bit_weight_add_up() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_learner_goes_on_from_its_state_as_if_it_had_not_stopped(dtype: torch.dtype) -> None:
+def test_a_learner_restored_from_its_state_continues_identically(dtype: torch.dtype) -> None:
     model = small_model(dtype)
     rows = rows_of(model)
     advantages = constant(rows, [1, -1, 1, -1])
@@ -259,7 +259,7 @@ def test_a_learner_goes_on_from_its_state_as_if_it_had_not_stopped(dtype: torch.
     assert torch.equal(weights(saved), weights(model))
 
 
-def test_rows_with_images_are_refused_since_nobody_would_see_them() -> None:
+def test_rows_with_images_are_refused() -> None:
     model = small_model()
     rows = rows_of(model)
     rows[0] = dataclasses.replace(rows[0], images=(PlacedImage(Image(b"png"), 0, 1),))

@@ -86,7 +86,7 @@ def test_the_longest_row_scales_the_constant_aggregation() -> None:
     assert norms[8] == pytest.approx(2 * norms[16], rel=1e-3)
 
 
-def test_under_correction_the_ratio_starts_at_one_whatever_the_sampler_told() -> None:
+def test_with_rollout_correction_the_ratio_starts_at_one_for_any_rollout_log_probs() -> None:
     model = small_model()
     rows = sampled_elsewhere(rows_of(model), 0.5)
     plain = learn(learner_of(copy.deepcopy(model)), rows, constant(rows, JUDGED))
@@ -115,7 +115,7 @@ def test_the_first_update_under_correction_clips_nothing_in_any_format(loss: str
     assert plain["policy/clip_fraction_first"] == plain["policy/clip_fraction"]
 
 
-def test_clipping_by_rounding_is_told_in_formats_in_which_it_comes_back_with_each_update() -> None:
+def test_clipping_by_rounding_is_reported_in_formats_where_it_recurs() -> None:
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         model = small_model(dtype)

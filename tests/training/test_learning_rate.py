@@ -26,7 +26,7 @@ def test_the_warm_up_rises_in_equal_parts_and_ends_at_the_full_rate(schedule: Sc
     assert shares(schedule, steps=8, warmup=4)[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
 
 
-def test_each_schedule_falls_as_it_says() -> None:
+def test_each_schedule_decays_as_documented() -> None:
     assert shares("constant", steps=6, warmup=2, final_share=0.2)[2:] == [1.0] * 5
     assert shares("linear", steps=6, warmup=2, final_share=0.2)[2:] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
     cosine = [1.0, 0.2 + 0.4 * (1 + 0.5**0.5), 0.6, 0.2 + 0.4 * (1 - 0.5**0.5), 0.2]

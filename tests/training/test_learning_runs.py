@@ -66,7 +66,7 @@ def untimed(metrics: dict[str, float]) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SETTINGS)
-async def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path: Path, kind: str) -> None:
+async def test_a_run_resumed_from_its_checkpoint_continues_identically(tmp_path: Path, kind: str) -> None:
     whole = await trained(tmp_path / "whole", steps=4, **SETTINGS[kind])
     await trained(tmp_path / "broken", steps=2, **SETTINGS[kind])
     broken = await trained(tmp_path / "broken", steps=4, resume=True, **SETTINGS[kind])
@@ -90,7 +90,7 @@ async def test_a_checkpoint_of_adapters_can_be_rolled_out_by_its_directory(tmp_p
 
 
 @pytest.mark.slow
-async def test_a_run_whose_last_checkpoint_is_damaged_goes_on_from_the_one_before(tmp_path: Path) -> None:
+async def test_a_run_with_a_damaged_last_checkpoint_resumes_from_the_previous_one(tmp_path: Path) -> None:
     settings = SETTINGS["adapters"] | {"checkpoint_every_steps": 1}
     whole = await trained(tmp_path / "whole", steps=3, **settings)
     await trained(tmp_path / "broken", steps=2, **settings)

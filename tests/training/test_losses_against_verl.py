@@ -126,9 +126,7 @@ def test_policy_losses(
 
 @many
 @given(grid=grids, spread=spreads)
-def test_the_policy_gradient_is_that_of_weighted_reinforce(
-    verl_algorithms: ModuleType, grid: Grid, spread: float
-) -> None:
+def test_the_policy_gradient_equals_weighted_reinforce(verl_algorithms: ModuleType, grid: Grid, spread: float) -> None:
     old, advantages = grid.logprobs(), grid.normal()
     at = old + grid.normal(spread)
     actor = importlib.import_module("verl.workers.config").ActorConfig(
@@ -279,7 +277,7 @@ def test_weights_of_rollout_correction(
     upper=st.floats(1.0, 4.0),
     spread=spreads,
 )
-def test_what_rollout_correction_leaves_out(
+def test_rollout_correction_masks_the_same_tokens_as_verl(
     verl_correction: ModuleType, grid: Grid, kind: tuple[str, str], upper: float, spread: float
 ) -> None:
     level, theirs = kind

@@ -44,7 +44,7 @@ def test_mini_batches_hold_each_row_once_and_trajectories_whole_and_are_alike_in
     assert len(parts) == max(1, min(count, len(trajectories)))
 
 
-def test_the_draw_of_mini_batches_is_that_of_the_seed() -> None:
+def test_mini_batches_are_drawn_by_the_seed() -> None:
     rows = rows_of([[1]] * 40)
     assert mini_batches(rows, 4, "0/1/0") == mini_batches(rows, 4, "0/1/0") != mini_batches(rows, 4, "0/2/0")
 

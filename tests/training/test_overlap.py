@@ -76,7 +76,7 @@ async def test_a_step_takes_the_oldest_groups_and_lets_those_of_the_next_steps_b
     assert source.until == 6 + 3 * 3
 
 
-async def test_nothing_begins_that_no_step_would_train() -> None:
+async def test_no_group_starts_that_no_step_would_train() -> None:
     source = Made(range(100))
     await collect_step_batch(source, 6, config(max_staleness=4), steps_left=1)
     assert source.until == 6 + 3 * 2
@@ -90,13 +90,13 @@ async def test_groups_without_variance_are_made_up_for_by_the_next_of_the_order(
     assert gathered.metrics == {"sampling/groups": 6, "sampling/dropped_groups": 3, "sampling/refills": 2}
 
 
-async def test_a_refill_begins_as_soon_as_it_is_sure_to_be_needed_and_not_a_group_more() -> None:
+async def test_a_refill_starts_as_soon_as_it_is_certain_and_with_no_extra_group() -> None:
     source = Made([1, 2, 3])
     await collect_step_batch(source, 0, config(dynamic_sampling={}), steps_left=0)
     assert source.taken == [(0, 3), (1, 4), (2, 4), (3, 4)]
 
 
-async def test_what_is_lacking_after_the_last_refill_is_dropped() -> None:
+async def test_groups_missing_after_the_last_refill_are_not_replaced() -> None:
     gathered = await collect_step_batch(Made([0]), 0, config(dynamic_sampling={"max_refills": 2}), steps_left=0)
     assert [group.number for group in gathered.trained_groups] == [0]
     assert len(gathered.dropped_groups) == 2 + 2 + 2
@@ -164,7 +164,7 @@ async def test_tasks_that_teach_nothing_are_replaced_and_counted(tmp_path: Path)
         assert metrics["sampling/dropped_groups"] == metrics["sampling/groups"] - 2
 
 
-async def test_a_step_whose_groups_are_all_dropped_moves_nothing_and_the_run_goes_on(tmp_path: Path) -> None:
+async def test_a_step_whose_groups_are_all_dropped_changes_no_weight_and_the_run_continues(tmp_path: Path) -> None:
     @reward
     async def same(response: str) -> float:
         """Indifferent."""

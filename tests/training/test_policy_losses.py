@@ -75,7 +75,9 @@ def test_the_clipped_loss_is_that_worked_by_hand(
         (5.0, 1.0, -1.28, True),  # what is good has its one bound
     ],
 )
-def test_dual_clip_bounds_the_loss_of_what_was_bad(ratio: float, advantage: float, loss: float, clipped: bool) -> None:
+def test_dual_clip_bounds_the_loss_of_negative_advantages(
+    ratio: float, advantage: float, loss: float, clipped: bool
+) -> None:
     batch, logprobs = batch_of([ratio], [advantage])
     result = ppo_clip(batch, ClipRange(0.2, 0.28, dual=3.0))
     assert result.loss.item() == pytest.approx(loss)
@@ -84,7 +86,7 @@ def test_dual_clip_bounds_the_loss_of_what_was_bad(ratio: float, advantage: floa
 
 
 @ALL
-def test_at_the_sampling_weights_the_gradient_is_that_of_the_plain_policy_gradient(loss: PolicyLoss) -> None:
+def test_at_the_sampling_weights_the_gradient_equals_the_plain_policy_gradient(loss: PolicyLoss) -> None:
     batch, logprobs = batch_of([1.0, 1.0], [0.5, -2.0])
     assert gradient(loss(batch, CLIP).loss, logprobs) == pytest.approx([-0.5, 2.0])
 
@@ -122,7 +124,7 @@ def test_cispo_clips_the_weight_and_leaves_no_token_out() -> None:
 
 
 @ALL
-def test_what_is_masked_reaches_neither_loss_nor_gradient(loss: PolicyLoss) -> None:
+def test_masked_tokens_affect_neither_loss_nor_gradient(loss: PolicyLoss) -> None:
     logprobs = torch.tensor([-0.5, -math.inf, math.nan, -0.7], requires_grad=True)
     batch = TokenBatch(
         logprobs=logprobs,
@@ -178,6 +180,6 @@ def test_a_name_cannot_be_registered_twice() -> None:
         LOSSES.register("ppo_clip", PolicyLoss(ppo_clip))
 
 
-def test_what_is_registered_says_what_it_uses() -> None:
+def test_a_bare_function_cannot_be_registered_as_a_loss() -> None:
     with pytest.raises(ConfigError, match="is a function, and has to be of the class PolicyLoss"):
         LOSSES.register("mine", ppo_clip)  # type: ignore[arg-type]

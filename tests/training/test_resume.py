@@ -87,7 +87,7 @@ def test_settings_that_shape_the_learning_cannot_change_and_are_named(tmp_path: 
         ("reward", "wordy", "the reward was 'brief' and is now 'wordy'"),
     ],
 )
-def test_another_model_or_reward_or_other_tasks_are_refused(field: str, value: str, said: str) -> None:
+def test_a_changed_model_reward_or_task_list_is_refused(field: str, value: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         require_same_run(place(), replace(place(), **{field: value}))  # type: ignore[arg-type]
 
@@ -97,7 +97,7 @@ def test_a_run_can_be_made_longer_and_looked_at_more_often() -> None:
     require_same_run(place(), place(micro_batch_tokens=64, gradient_checkpointing=True))
 
 
-def test_a_run_whose_learning_rate_falls_with_its_steps_cannot_be_made_longer() -> None:
+def test_a_run_with_a_decaying_learning_rate_cannot_be_extended() -> None:
     with pytest.raises(ConfigError, match="steps was 100 and is now 200"):
         require_same_run(place(schedule="cosine"), place(schedule="cosine", steps=200))
 
@@ -118,9 +118,7 @@ def test_a_run_whose_learning_rate_falls_with_its_steps_cannot_be_made_longer() 
         ({"max_consecutive_invalid_calls": 1}, ["max_consecutive_invalid_calls was 3 and is now 1"]),
     ],
 )
-def test_an_agent_that_would_act_otherwise_is_refused_and_what_differs_is_named(
-    changes: dict[str, Any], said: list[str]
-) -> None:
+def test_a_changed_agent_is_refused_and_the_differences_are_named(changes: dict[str, Any], said: list[str]) -> None:
     now = replace(place(), agent=agent_fingerprint(agent(**changes)))
     with pytest.raises(ConfigError) as refusal:
         require_same_run(place(), now)
@@ -128,7 +126,7 @@ def test_an_agent_that_would_act_otherwise_is_refused_and_what_differs_is_named(
         assert f"the agent's {part}" in str(refusal.value)
 
 
-def test_what_is_free_to_change_are_settings() -> None:
+def test_settings_that_may_change_on_resume_exist() -> None:
     assert set(TrainConfig.model_fields) >= FREE_TO_CHANGE
 
 

@@ -58,12 +58,12 @@ def test_the_sampled_tokens_of_all_rows_of_a_trajectory_count_and_no_others() ->
     assert [one.reward for one in shaped.rows] == [0.5, 0.5, 0.25]
 
 
-def test_the_penalty_is_for_what_was_sampled_and_not_for_what_the_cut_has_left() -> None:
+def test_the_overlong_penalty_counts_sampled_tokens_before_truncation() -> None:
     batch = apply_row_limits(RowBatch((row([0, *[1] * 16]),), {}), overlong=SHAPE, max_row_tokens=5)
     assert [(one.reward, len(one)) for one in batch.rows] == [(0.5, 5)]
 
 
-def test_a_buffer_that_begins_before_the_first_token_is_refused() -> None:
+def test_a_penalty_buffer_longer_than_the_limit_is_refused() -> None:
     with pytest.raises(ConfigError, match="Lower buffer_tokens"):
         OverlongConfig(max_tokens=4, buffer_tokens=5)
 
@@ -103,13 +103,13 @@ def test_a_trajectory_that_is_cut_off_whole_is_counted_and_moves_no_baseline() -
     assert [value.tolist() for value in values] == [[0.5], [-0.5]]
 
 
-def test_a_trajectory_of_which_one_row_is_left_is_still_judged() -> None:
+def test_a_trajectory_with_one_remaining_row_still_gets_an_advantage() -> None:
     batch = cut_rows(RowBatch((row([0] * 9 + [1]), row([0, 1, 1])), {}), 5)
     assert batch.excluded == {}
     assert [one.targets for one in batch.rows] == [[1, 2]]
 
 
-def test_what_a_turn_behind_the_cut_has_earned_counts_for_those_before_it() -> None:
+def test_rewards_of_truncated_turns_count_for_earlier_turns() -> None:
     turns = (RowTurn(0, 1, 3, anchor="s", reward=0.0), RowTurn(1, 8, 9, anchor="t", reward=1.0))
     long = row([0, 1, 1, 0, 0, 0, 0, 0, 1], "a", 1.0, turns=turns)
     short = row([0, 1, 1], "b", 0.0, turns=(RowTurn(0, 1, 3, anchor="s", reward=0.0),))
@@ -133,12 +133,12 @@ def learned_from(*lengths: int, **config: Any) -> RowBatch:
     return update.make_batch(StepBatch(trained_groups=(RolloutGroup(0, attempts),)))
 
 
-def test_a_step_learns_from_what_the_limits_leave() -> None:
+def test_a_step_trains_on_the_rows_within_the_limits() -> None:
     batch = learned_from(12, 16, overlong=SHAPE, max_row_tokens=10)
     assert [(row.reward, len(row), row.truncated) for row in batch.rows] == [(1.0, 10, True), (0.5, 10, True)]
     assert [len(row) for row in learned_from(12, 16).rows] == [14, 18]
 
 
-def test_a_step_of_which_nothing_is_left_says_why() -> None:
+def test_a_step_without_remaining_rows_reports_the_causes() -> None:
     with pytest.raises(UsageError, match="2 cut off"):
         learned_from(12, 16, max_row_tokens=2)

@@ -75,7 +75,7 @@ def test_each_sequence_with_a_sampled_token_gives_a_row_that_knows_its_cut() -> 
         ({"sequences": [sequence(logprobs_known=False).freeze()]}, "no_logprobs"),
     ],
 )
-def test_what_cannot_be_trained_on_gives_no_row_and_is_counted(changes: dict[str, Any], cause: str) -> None:
+def test_untrainable_trajectories_give_no_row_and_are_counted(changes: dict[str, Any], cause: str) -> None:
     batch = rows_from_trajectories([trajectory(0), trajectory(1, **changes)])
     assert [row.rollout_id for row in batch.rows] == ["r0"]
     assert batch.excluded == {cause: 1}
@@ -96,7 +96,7 @@ def test_arrays_of_different_lengths_are_no_row() -> None:
         Row([1, 2], [0, 1], [math.nan], [0, 0], "g", "r", 1.0, False)
 
 
-def test_the_metrics_of_a_batch_tell_what_could_not_teach() -> None:
+def test_the_metrics_of_a_batch_count_groups_without_learning_signal() -> None:
     groups = {"varied": [1.0, 0.0], "equal": [0.1 + 0.2, 0.3, 0.3], "single": [0.5, None], "empty": [None]}
     trajectories = [  # type: ignore[var-annotated]
         trajectory(number, group_id=group, reward=reward)

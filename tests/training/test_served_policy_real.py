@@ -60,7 +60,7 @@ def later(context: af.Context) -> float:
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 4}}], ids=["all weights", "adapters"])
-async def test_what_is_sampled_after_an_update_is_sampled_by_the_weights_that_were_learned(
+async def test_rollouts_after_an_update_use_the_updated_weights(
     servers: VLLMPolicy, tmp_path: Path, settings: dict[str, object]
 ) -> None:
     handed: list[WeightsSynced] = []

@@ -65,7 +65,7 @@ def row(ids: list[int], mask: list[int]) -> Row:
 ROWS = [row([1, 344, 202, 5, 9, 0, 7], [0, 0, 0, 1, 1, 1, 0]), row([1, 8, 9, 10], [0, 0, 1, 1]), row([1, 4], [0, 1])]
 
 
-def test_the_loss_is_that_of_transformers_with_everything_but_the_own_tokens_ignored():
+def test_the_loss_equals_the_loss_of_transformers_on_the_agents_tokens():
     model = load_policy("tiny", dtype="float32").model
     learner = SFTLearner(model, SFTConfig(), updates=1)
     for one in ROWS:
@@ -103,7 +103,7 @@ def test_the_learning_rate_rises_and_follows_its_schedule(schedule, shares):
     assert rates == pytest.approx([1e-4 * share for share in shares], abs=1e-10)
 
 
-def test_what_was_said_becomes_likelier_and_is_kept_as_a_run(tmp_path):
+def test_trained_turns_become_likelier_and_the_run_is_stored(tmp_path):
     result = started(tmp_path / "run", eval_fraction=0.3, epochs=4)
     assert result.updates == 8
     assert sum(list(result.losses.values())[-2:]) < 0.5 * sum(list(result.losses.values())[:2])
@@ -114,7 +114,7 @@ def test_what_was_said_becomes_likelier_and_is_kept_as_a_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_checkpoint_is_a_model_that_says_what_it_was_taught(tmp_path):
+def test_the_checkpoint_is_a_model_that_repeats_its_training_data(tmp_path):
     result = started(tmp_path, eval_fraction=0.0, epochs=25)
     learned = AGENT.with_model(result.checkpoint)
     answers = asyncio.run(af.evaluate(learned, ["Say apple.", "Say green."], reward=fine)).trajectories
@@ -125,7 +125,7 @@ class Stopped(BaseException):
     """Stands in for a process that is killed between two updates."""
 
 
-def test_a_run_that_was_killed_goes_on_as_one_that_never_was(tmp_path, monkeypatch):
+def test_a_killed_run_resumes_identically(tmp_path, monkeypatch):
     unbroken = started(tmp_path / "unbroken", checkpoint_every_updates=1)
     learn = SFTLearner.learn
 
@@ -147,7 +147,7 @@ def test_a_run_that_was_killed_goes_on_as_one_that_never_was(tmp_path, monkeypat
     assert [line.step for line in run.metrics()] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_goes_on_with_nothing_else_than_it_was_begun_with(tmp_path):
+def test_a_run_resumes_only_with_the_settings_it_was_started_with(tmp_path):
     started(tmp_path, epochs=1)
     with pytest.raises(ConfigError, match="already holds a run"):
         started(tmp_path, epochs=1)
@@ -177,7 +177,7 @@ def test_a_warm_start_is_made_longer_where_its_learning_rate_does_not_depend_on_
     assert f"model=CHECKPOINT, one of those in {tmp_path / 'falls' / 'checkpoints'}" in told_of[2]
 
 
-def test_adapters_alone_are_learned_and_saved_where_they_are_asked_for(tmp_path):
+def test_only_adapters_are_trained_and_saved_if_configured(tmp_path):
     result = started(tmp_path, lora={"rank": 4, "alpha": 8}, epochs=2, eval_fraction=0.0)
     assert result.losses[4] < result.losses[1]
     assert (result.checkpoint / "adapter" / "adapter_config.json").is_file()
@@ -189,7 +189,7 @@ def test_adapters_alone_are_learned_and_saved_where_they_are_asked_for(tmp_path)
     assert all("_proj" in name for name in moved)
 
 
-def test_an_unknown_setting_is_told_with_the_nearest(tmp_path):
+def test_an_unknown_setting_is_refused_with_the_nearest_name(tmp_path):
     with pytest.raises(ConfigError, match=r"sft.epoch'. Did you mean 'sft.epochs'"):
         started(tmp_path, epoch=3)
 

@@ -56,7 +56,7 @@ def test_trajectories_that_won_are_learned_from_and_the_others_counted():
     assert len(examples(min_reward=1.0).rows) == 3
 
 
-def test_what_has_no_score_or_was_spoiled_is_never_learned_from_whatever_its_reward():
+def test_unscored_and_failed_trajectories_are_never_trained_on():
     first, second, third, *rest = oracles()
     spoiled = [
         replace(first, failure=LOST),
@@ -98,7 +98,7 @@ def test_there_is_always_something_to_learn():
     assert (len(found.rows), len(found.held_out)) == (3, 0)
 
 
-def test_ids_of_this_model_are_taken_as_they_are_and_those_of_another_are_not():
+def test_ids_of_this_model_are_used_unchanged_and_ids_of_another_model_are_not():
     own = examples(tokenizer=ByteTokenizer())
     assert (own.sampled, own.rendered) == (9, 0)
     sampled = [list(one.sequences[0].ids) for one in oracles() if one.reward > 0.5]
@@ -138,7 +138,7 @@ def test_the_fingerprint_tells_rows_apart():
     assert examples().fingerprint != examples(eval_fraction=0.34).fingerprint
 
 
-def test_nothing_to_learn_from_is_told_with_the_causes():
+def test_missing_training_data_is_reported_with_the_causes():
     with pytest.raises(ConfigError, match=r"18 low reward. Those of a reward of at least sft.min_reward=2.0"):
         examples(min_reward=2.0)
 

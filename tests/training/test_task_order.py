@@ -33,7 +33,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert first.take(0, 20) != TaskOrder(tasks(20), 1).take(0, 20)
 
 
-def test_a_killed_run_that_goes_on_at_its_checkpoint_trains_each_task_once() -> None:
+def test_a_killed_run_resumed_from_its_checkpoint_trains_each_task_once() -> None:
     steps = [TaskOrder(tasks(10), 3).take(cursor, 2) for cursor in (0, 2)]  # then killed; the checkpoint says cursor 4
     steps += [TaskOrder(tasks(10), 3).take(cursor, 2) for cursor in (4, 6, 8)]
     assert sorted(task.prompt for step in steps for task in step) == sorted(task.prompt for task in tasks(10))  # type: ignore[type-var]
@@ -44,7 +44,7 @@ def test_a_fingerprint_tells_tasks_apart_that_have_changed_under_their_ids() -> 
     assert TaskOrder(first, 0).fingerprint != TaskOrder(second, 0).fingerprint
 
 
-def test_a_fingerprint_tells_other_tasks_and_another_order_apart() -> None:
+def test_a_fingerprint_distinguishes_tasks_and_their_order() -> None:
     prints = [TaskOrder(made, 0).fingerprint for made in (tasks(4), tasks(5), tasks(4)[::-1])]
     assert len(set(prints)) == 3
     assert TaskOrder(tasks(4), 9).fingerprint == prints[0]

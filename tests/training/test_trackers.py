@@ -82,7 +82,7 @@ def run(tmp_path: Path) -> RunDirectory:
 # --- what a tracker is told -------------------------------------------------------------------------------------------
 
 
-async def test_a_tracker_is_told_of_every_step_and_evaluation_on_a_thread_of_its_own(run: RunDirectory) -> None:
+async def test_a_tracker_gets_every_step_and_evaluation_on_its_own_thread(run: RunDirectory) -> None:
     notebook = Notebook()
     await follow(run, mine=notebook)
     assert notebook.told == [
@@ -96,7 +96,7 @@ async def test_a_tracker_is_told_of_every_step_and_evaluation_on_a_thread_of_its
     assert threading.get_ident() not in notebook.threads
 
 
-async def test_a_resumed_run_goes_on_in_the_same_run_of_each_tracker(run: RunDirectory) -> None:
+async def test_a_resumed_run_continues_the_same_run_of_each_tracker(run: RunDirectory) -> None:
     await follow(run, mine=Notebook(), gone=Broken("start"))
     again, new = Notebook(), Notebook()
     await follow(run, mine=again, new=new)
@@ -115,7 +115,7 @@ async def test_a_resumed_run_goes_on_in_the_same_run_of_each_tracker(run: RunDir
         (["log", "finish"], "has missed metrics"),
     ],
 )
-async def test_a_tracker_that_fails_is_told_once_and_takes_no_other_along(
+async def test_a_failing_tracker_is_reported_once_and_does_not_affect_the_others(
     run: RunDirectory, caplog: pytest.LogCaptureFixture, methods: list[str], said: str
 ) -> None:
     notebook = Notebook()
@@ -125,7 +125,7 @@ async def test_a_tracker_that_fails_is_told_once_and_takes_no_other_along(
     assert len(notebook.told) == 3
 
 
-async def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_for_long_the_end(
+async def test_a_hanging_tracker_delays_no_step_and_the_end_only_briefly(
     run: RunDirectory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracker, "FLUSH_TIMEOUT_S", 0.1)
@@ -143,13 +143,13 @@ async def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_for_long_the_end
 # --- the settings -----------------------------------------------------------------------------------------------------
 
 
-def test_a_tracker_that_nobody_knows_is_refused_with_the_nearest_name() -> None:
+def test_an_unknown_tracker_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"no tracker 'wanb'.*wandb"):
         TrainConfig(trackers=("wanb",))
 
 
 @pytest.mark.parametrize(("name", "extra"), [("tensorboard", "train"), ("wandb", "wandb"), ("mlflow", "mlflow")])
-def test_without_its_package_a_tracker_says_what_to_install(
+def test_a_tracker_without_its_package_names_the_package_to_install(
     name: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
@@ -163,7 +163,7 @@ def later(context: Context) -> float:
 
 
 @pytest.mark.slow
-def test_a_training_run_is_followed_by_ones_own_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_tracker_follows_a_training_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Notebook] = []
 
     def mine() -> Notebook:
@@ -221,7 +221,7 @@ async def test_tensorboard_reads_the_charts(run: RunDirectory) -> None:
 
 
 @pytest.mark.slow
-async def test_wandb_keeps_a_run_offline_and_goes_on_with_it(
+async def test_wandb_stores_a_run_offline_and_resumes_it(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("wandb", reason="needs wandb: pip install 'agentfly-rl[wandb]'")
@@ -241,7 +241,7 @@ async def test_wandb_keeps_a_run_offline_and_goes_on_with_it(
 
 
 @pytest.mark.slow
-def test_wandb_without_an_account_says_how_to_get_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_without_an_account_reports_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="needs wandb: pip install 'agentfly-rl[wandb]'")
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -251,7 +251,7 @@ def test_wandb_without_an_account_says_how_to_get_on(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-async def test_mlflow_keeps_a_run_in_its_database_and_goes_on_with_it(
+async def test_mlflow_stores_a_run_in_its_database_and_resumes_it(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("mlflow", reason="needs mlflow: pip install 'agentfly-rl[mlflow]'")
@@ -275,7 +275,7 @@ async def test_mlflow_keeps_a_run_in_its_database_and_goes_on_with_it(
 
 
 @pytest.mark.slow
-async def test_trackio_keeps_a_run_here_and_goes_on_with_it(
+async def test_trackio_stores_a_run_locally_and_resumes_it(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))

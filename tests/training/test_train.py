@@ -48,7 +48,7 @@ def test_a_run_is_kept_in_a_directory_of_its_own(tmp_path: Path, monkeypatch: py
     assert result.checkpoint.is_dir()
 
 
-def test_garbage_collection_is_tuned_for_the_run_and_then_as_it_was(tmp_path: Path) -> None:
+def test_garbage_collection_is_tuned_during_the_run_and_restored_afterwards(tmp_path: Path) -> None:
     seen, before = [], gc.get_threshold()
 
     @reward
@@ -128,7 +128,9 @@ def test_a_run_whose_model_cannot_be_loaded_leaves_no_directory(
         assert not any(tmp_path.glob("runs/*"))
 
 
-def test_held_out_tasks_that_are_trained_on_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_held_out_tasks_that_are_also_training_tasks_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trained_on, held_out = ["a", "b"], [Task("b", id="held-out-1"), Task("c", id="held-out-2")]
     Trainer(AGENT, trained_on, brief, run_dir=tmp_path, eval_tasks=held_out)
     assert "1 of 2 held-out tasks are among the tasks that are trained on" in caplog.text
@@ -138,7 +140,7 @@ def test_held_out_tasks_that_are_trained_on_are_told(tmp_path: Path, caplog: pyt
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_run_that_is_refused_leaves_no_directory_and_can_be_begun_there_once_it_is_put_right(
+def test_a_refused_run_leaves_no_directory_and_can_start_there_after_the_correction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -149,7 +151,7 @@ def test_a_run_that_is_refused_leaves_no_directory_and_can_be_begun_there_once_i
     train(AGENT, ["a"], brief, run_dir=run_dir, steps=1, tasks_per_step=1, attempts=2)
 
 
-def test_a_run_that_is_refused_once_its_model_is_there_can_be_begun_in_the_same_directory(tmp_path: Path) -> None:
+def test_a_run_refused_after_loading_its_model_can_start_again_in_the_same_directory(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"run_dir": tmp_path, "steps": 1, "tasks_per_step": 1, "attempts": 2}
     with pytest.raises(ConfigError, match="cannot be trained"):
         train(AGENT, ["a"], brief, policy=ScriptedPolicy(["a"]), **settings)

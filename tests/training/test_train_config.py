@@ -41,7 +41,7 @@ from agentfly.training.config.train_config import TrainConfig
         ({"algorithm": "gae", "critic": {"warmup_steps": 100}}, "the policy never. Lower critic.warmup_steps"),
     ],
 )
-def test_a_setting_that_cannot_be_meant_is_refused_with_the_cure(settings: dict[str, Any], message: str) -> None:
+def test_an_invalid_setting_is_refused_with_the_remedy(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         TrainConfig(**settings)
     assert message in str(refusal.value)
@@ -73,5 +73,5 @@ def test_the_recipes_of_the_guide_can_be_followed() -> None:
         TrainConfig(**recipe["training"])
 
 
-def test_every_setting_says_what_it_is() -> None:
+def test_every_setting_has_a_description() -> None:
     assert [name for name, field in TrainConfig.model_fields.items() if not field.description] == []

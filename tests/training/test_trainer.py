@@ -91,7 +91,7 @@ async def test_a_run_leaves_metrics_trajectories_and_a_checkpoint_that_any_progr
     assert kinds[-1] is TrainingFinished
 
 
-async def test_by_default_a_run_on_a_processor_is_exact_and_every_run_says_in_which_format_it_computes(
+async def test_a_run_on_a_cpu_is_exact_by_default_and_every_run_reports_its_number_format(
     tmp_path: Path,
 ) -> None:
     for dtype, found, most in (("auto", "float32", 1e-4), ("bfloat16", "bfloat16", 1.0)):
@@ -138,7 +138,7 @@ async def test_attempts_that_cannot_be_scored_are_in_no_row_and_are_counted(tmp_
     assert metrics["failures/infrastructure"] == 2
 
 
-async def test_a_run_whose_scoring_is_down_stops_and_says_why(tmp_path: Path) -> None:
+async def test_a_run_with_failing_rewards_stops_and_reports_the_cause(tmp_path: Path) -> None:
     @reward
     def down(response: str) -> float:
         """Never answers."""
@@ -148,12 +148,12 @@ async def test_a_run_whose_scoring_is_down_stops_and_says_why(tmp_path: Path) ->
         await trained(tmp_path, score=down)
 
 
-async def test_a_run_in_which_nothing_can_be_trained_on_stops_and_says_why(tmp_path: Path) -> None:
+async def test_a_run_without_trainable_rollouts_stops_and_reports_the_cause(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="6 unscored"):
         await trained(tmp_path, max_context_tokens=4)  # no prompt is as short as that
 
 
-def test_a_run_that_nothing_could_score_is_refused_before_it_begins(tmp_path: Path) -> None:
+def test_a_run_without_a_source_of_rewards_is_refused_before_it_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Nothing scores the rollouts"):
         Trainer(agent(), TASKS, run_dir=tmp_path)
 
@@ -225,25 +225,25 @@ async def test_a_policy_whose_weights_are_elsewhere_cannot_be_trained(tmp_path: 
         await trained(tmp_path, policy=ScriptedPolicy(["hello"]))
 
 
-async def test_train_says_how_it_is_done_inside_an_event_loop(tmp_path: Path) -> None:
+async def test_train_inside_an_event_loop_points_to_train_async(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"await af\.train_async"):
         train(agent(), TASKS, later, run_dir=tmp_path)
 
 
-async def test_a_second_run_in_one_directory_must_say_that_it_goes_on(tmp_path: Path) -> None:
+async def test_a_second_run_in_a_directory_must_resume(tmp_path: Path) -> None:
     await trained(tmp_path, steps=1)
     with pytest.raises(ConfigError, match="resume=True"):
         await trained(tmp_path)
 
 
-async def test_a_trainer_runs_once_and_says_how_to_go_on(tmp_path: Path) -> None:
+async def test_a_trainer_runs_only_once_and_reports_how_to_resume(tmp_path: Path) -> None:
     trainer = Trainer(agent(), TASKS, later, run_dir=tmp_path, config=TrainConfig(**{**SMALL, "steps": 1}))
     await trainer.run()
     with pytest.raises(UsageError, match="resume=True"):
         await trainer.run()
 
 
-async def test_a_resumed_run_that_would_learn_otherwise_is_refused(tmp_path: Path) -> None:
+async def test_resuming_with_settings_that_affect_learning_is_refused(tmp_path: Path) -> None:
     @reward
     def earlier(context: Context) -> float:
         """The opposite."""
@@ -294,7 +294,7 @@ async def test_a_full_disk_is_reported_with_its_remedy_and_finished_rollouts_are
 
 
 @pytest.mark.slow
-async def test_a_resumed_run_gives_the_checkpoint_that_it_stands_at_and_no_damaged_one(tmp_path: Path) -> None:
+async def test_a_resumed_run_returns_its_current_checkpoint_and_never_a_damaged_one(tmp_path: Path) -> None:
     await trained(tmp_path, steps=3, checkpoint_every_steps=1, keep_checkpoints=3)
     (tmp_path / "checkpoints/step-000003/config.json").unlink()
     for steps in (2, 4):

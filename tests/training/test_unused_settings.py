@@ -130,9 +130,7 @@ def test_a_loss_reads_exactly_the_settings_that_it_declares_and_others_are_refus
         ),
     ],
 )
-def test_a_setting_that_another_one_leaves_without_use_is_refused(
-    unused: Mapping[str, Any], used: Mapping[str, Any]
-) -> None:
+def test_a_setting_made_unused_by_another_is_refused(unused: Mapping[str, Any], used: Mapping[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"leave (this|it) out"):
         TrainConfig(**unused)
     TrainConfig(**used)
@@ -147,12 +145,12 @@ def test_a_setting_that_another_one_leaves_without_use_is_refused(
         ({"loss": "cispo", "clip_dual": 3.0}, r"Choose one that does \(ppo_clip, gspo\)"),
     ],
 )
-def test_the_message_names_what_would_do_it(settings: Mapping[str, Any], cure: str) -> None:
+def test_the_message_names_the_setting_to_use_instead(settings: Mapping[str, Any], cure: str) -> None:
     with pytest.raises(ConfigError, match=cure):
         TrainConfig(**settings)
 
 
-def test_all_unused_settings_are_told_at_once() -> None:
+def test_all_unused_settings_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as told:
         TrainConfig(loss="policy_gradient", clip_low=0.1, clip_high=0.3, critic={"warmup_steps": 1})  # type: ignore[arg-type]
     assert [line.split("=")[0] for line in str(told.value).splitlines()] == [

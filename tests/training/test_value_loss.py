@@ -31,7 +31,7 @@ def test_the_value_loss_is_that_worked_by_hand(
     assert values.grad.item() == pytest.approx(0.0 if clipped else value - target)
 
 
-def test_what_is_masked_reaches_neither_loss_nor_gradient() -> None:
+def test_masked_tokens_affect_neither_loss_nor_gradient() -> None:
     values = torch.tensor([1.0, math.nan], requires_grad=True)
     result = value_loss(
         values, torch.tensor([0.0, math.inf]), torch.tensor([2.0, math.nan]), torch.tensor([True, False]), 0.5

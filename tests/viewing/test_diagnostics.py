@@ -23,7 +23,7 @@ def test_steps_in_which_all_attempts_scored_the_same_are_counted():
     assert sentences(IDLE) == ["nothing learned: all attempts at each task scored the same"]
 
 
-def test_groups_without_a_score_or_with_one_alone_teach_nothing_either():
+def test_groups_with_at_most_one_score_have_no_learning_signal():
     shares = {"groups/zero_variance_fraction": 0.2, "groups/singleton_fraction": 0.3, "groups/empty_fraction": 0.5}
     assert len(sentences(shares)) == 1
 
@@ -43,12 +43,12 @@ def test_equal_rewards_that_made_a_loss_were_learned_from():
         ({"groups/zero_variance_fraction": 1.0, "rows": 0.0}, "all attempts at each task scored the same"),
     ],
 )
-def test_a_step_without_an_update_says_why(metrics, reason):
+def test_a_step_without_an_update_shows_the_reason(metrics, reason):
     told = sentences({"groups/zero_variance_fraction": 0.0, "policy/updates": 0.0} | metrics, TAUGHT)
     assert told == [f"nothing learned in 1 of 2 steps: {reason}"]
 
 
-def test_clipping_before_any_update_is_told_with_its_cures():
+def test_clipping_before_any_update_is_reported_with_remedies():
     clipped = TAUGHT | {"policy/clip_fraction_first": 0.21, "policy/staleness_max": 0.0}
     (told,) = sentences(clipped)
     assert told.startswith("21% of the tokens are clipped before any update")
@@ -58,7 +58,7 @@ def test_clipping_before_any_update_is_told_with_its_cures():
     assert sentences(clipped | {"policy/staleness_max": 1.0}) == []  # the weights that sampled were others
 
 
-def test_failed_tool_calls_are_told_once_they_are_half_of_all():
+def test_failed_tool_calls_are_reported_from_half_of_all_calls():
     calls = {"rollouts": 9.0, "failures/infrastructure": 1.0, "tool_calls/mean": 2.5, "tool_errors/rate": 0.5}
     assert sentences(calls | {"tool_errors/ToolError": 9.0}) == []
     assert sentences(calls | {"tool_errors/UnknownTool": 12.0, "tool_errors/InvalidArguments": 4.0}) == [
@@ -66,7 +66,7 @@ def test_failed_tool_calls_are_told_once_they_are_half_of_all():
     ]
 
 
-def test_what_has_no_score_is_counted_with_its_causes_and_not_said_to_have_scored_alike():
+def test_unscored_rollouts_are_counted_by_cause_and_not_as_equal_scores():
     half = IDLE | {"rollouts": 8.0, "unscored": 4.0, "failures/reward/RewardError": 4.0, "groups/empty_fraction": 0.5}
     assert sentences(half, half) == [
         "8 of 16 rollouts unscored: RewardError 8",

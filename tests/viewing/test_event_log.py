@@ -63,7 +63,7 @@ def test_whoever_emits_an_event_waits_for_no_writer():
     assert seen == [0, 1, 2]
 
 
-def test_a_writer_that_fails_is_told_and_takes_no_other_with_it(caplog):
+def test_a_failing_writer_is_reported_and_does_not_affect_the_others(caplog):
     seen: list[Any] = []
 
     def full(event):
@@ -84,7 +84,7 @@ def test_the_metrics_of_a_step_are_kept_before_anything_else_happens(tmp_path):
         assert [row.step for row in run.metrics()] == [1]
 
 
-def test_a_run_whose_metrics_cannot_be_written_stops_and_says_how_to_go_on(tmp_path):
+def test_a_run_that_cannot_write_metrics_stops_and_reports_how_to_resume(tmp_path):
     run, events, seen = RunDirectory(tmp_path / "run").ensure(), EventStream(), []  # type: ignore[var-annotated]
     run.metrics_file.symlink_to("/dev/full")
     with record_events(run, events), events.subscribed(seen.append):

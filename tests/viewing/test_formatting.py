@@ -30,6 +30,6 @@ def test_a_rising_curve_rises_in_the_chart():
     assert lines[5].split() == ["1", "5"]
 
 
-def test_no_values_yet_is_said_in_words():
+def test_missing_values_are_described_in_words():
     assert sparkline([]) == ""
     assert "no values" in bar_chart([])

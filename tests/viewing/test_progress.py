@@ -68,7 +68,7 @@ def shown(*, live: bool, events: list) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_the_state_counts_what_runs_waits_and_is_left():
+def test_the_state_counts_running_waiting_and_remaining_rollouts():
     state = RunState()
     for event in a_run():
         state.update(event)
@@ -100,7 +100,7 @@ def test_on_a_terminal_the_last_drawing_has_the_figures_and_a_curve():
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_a_run_says_in_which_number_format_it_computes_and_what_one_of_fewer_bits_costs(live):
+def test_a_run_reports_its_number_format_and_the_cost_of_fewer_bits(live):
     said = "bfloat16 rounds: log-probs differ a little between sampling and training"
     started: dict[str, Any] = {"run_dir": "runs/x", "steps": 4, "start_step": 0, "model": "tiny", "device": "cuda:0"}
     told = shown(live=live, events=[TrainingStarted(dtype="bfloat16", **started)])
@@ -109,12 +109,12 @@ def test_a_run_says_in_which_number_format_it_computes_and_what_one_of_fewer_bit
     assert said not in shown(live=live, events=[TrainingStarted(dtype="float32", **started)])
 
 
-def test_a_long_action_is_told_once_away_from_a_terminal():
+def test_a_long_action_is_reported_once_outside_a_terminal():
     events = [Progress(what="converting", done=part, total=3) for part in range(3)]
     assert shown(live=False, events=events) == "converting\n"
 
 
-def test_a_step_that_taught_nothing_says_so_in_both_displays():
+def test_a_step_without_learning_signal_is_reported_in_both_displays():
     events = [
         TrainingStarted(time=100.0, run_dir="runs/x", steps=1, start_step=0, **TINY),
         StepFinished(time=110.0, step=1, metrics={"groups/zero_variance_fraction": 1.0, "policy/grad_norm": 0.0}),
@@ -126,7 +126,7 @@ def test_a_step_that_taught_nothing_says_so_in_both_displays():
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_a_run_that_was_finished_already_says_how_to_go_further(live):
+def test_a_finished_run_reports_how_to_extend_it(live):
     events = [
         TrainingStarted(
             run_dir="runs/x", steps=4, start_step=4, further="to extend it, set a larger sft.epochs", **TINY
@@ -160,13 +160,13 @@ def test_a_rollout_that_was_cancelled_has_not_finished(live):
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_a_run_that_ended_early_says_why_and_no_longer_how_much_is_left(live):
+def test_a_run_that_ended_early_shows_the_reason_and_no_remaining_time(live):
     told = shown(live=live, events=[*a_run(), TrainingFinished(step=2, seconds=20.0, reason="the target is met")])
     assert "ended early, after step 2: the target is met" in told
     assert not live or " left" not in told[told.rindex("step 2/4") :]
 
 
-def test_a_step_with_unscored_rollouts_says_why_with_the_first_failure_of_that_step_alone():
+def test_a_step_with_unscored_rollouts_shows_its_first_failure():
     metrics = {"rollouts": 8.0, "unscored": 4.0, "failures/reward/RewardError": 4.0, "reward/mean": 0.0}
     events = [
         TrainingStarted(run_dir="runs/x", steps=2, start_step=0, **TINY),
@@ -223,7 +223,7 @@ def test_slow_rollouts_have_a_line_at_least_every_half_minute():
     assert shown(live=False, events=[*planned(50)[:2], *quiet]).splitlines() == ["0 of 50 rollouts finished"] * 3
 
 
-def test_planned_rollouts_are_drawn_live_with_what_is_left():
+def test_planned_rollouts_are_shown_live_with_the_remaining_number():
     drawn = shown(live=True, events=planned(40)[:-10])
     assert "30 of 40 rollouts finished  reward 0.500" in drawn
     assert "10 running" in drawn

@@ -55,7 +55,7 @@ def test_the_summary_compares_the_first_and_the_last_tenth_of_the_steps(run):
     assert summary.success_after == proportion_over_tasks([[0.0], [1.0], [1.0]])
 
 
-def test_success_is_that_of_the_metrics_without_an_interval_where_the_trajectories_are_gone(run):
+def test_success_comes_from_the_metrics_without_interval_if_trajectories_are_missing(run):
     for _, path in run.trajectory_files("eval"):
         path.unlink()
     summary = RunSummary.of(run)
@@ -98,7 +98,7 @@ def test_the_report_shows_the_figures_the_curve_both_trajectories_and_the_files(
     assert "█" in shown
 
 
-def test_the_report_says_why_a_run_ended_early(run):
+def test_the_report_shows_why_a_run_ended_early(run):
     console = Console(file=io.StringIO(), width=200)
     console.print(training_report(run, stopped_early="reward/mean reached 1"))
     assert "ended early: reward/mean reached 1" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -110,7 +110,7 @@ def test_a_run_that_has_done_nothing_yet_can_be_reported(tmp_path):
     assert "0 training steps" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_the_report_says_in_how_many_steps_nothing_could_be_learned(run):
+def test_the_report_counts_steps_without_learning_signal(run):
     MetricsWriter(run)(StepFinished(step=21, metrics={"groups/zero_variance_fraction": 1.0}))
     assert RunSummary.of(run).lessons == (
         "nothing learned in 1 of 21 steps: all attempts at each task scored the same",

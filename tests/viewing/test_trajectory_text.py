@@ -94,20 +94,20 @@ def test_calls_that_failed_and_failed_rollouts_say_why():
         (ToolError("the line is taken"), "→ move(line=3)  "),
     ],
 )
-def test_a_call_that_was_refused_is_told_from_one_that_failed(error, shown):
+def test_refused_calls_are_distinguished_from_failed_calls(error, shown):
     call = ToolRecord(ToolCall("1", "move", {"line": 3}), str(error), failure=Failure.of(error))
     turn = Turn(index=0, sequence=0, start=0, stop=1, text="", ended_by_model=True, tool_results=(call,))
     assert shown in trajectory_text(a_trajectory(turns=[turn])).plain
 
 
-def test_long_texts_show_their_ends_and_count_what_is_left_out():
+def test_long_texts_show_both_ends_and_count_the_omitted_lines():
     turn = Turn(index=0, sequence=0, start=0, stop=1, text="\n".join(map(str, range(100))), ended_by_model=True)
     lines = trajectory_text(a_trajectory(turns=[turn], messages=[]), max_lines=4).plain.splitlines()
     start = lines.index("  0")
     assert lines[start : start + 5] == ["  0", "  1", "  … 96 lines …", "  98", "  99"]
 
 
-def test_what_a_model_writes_cannot_drive_the_terminal_nor_the_markup():
+def test_model_output_controls_neither_terminal_nor_markup():
     evil = "\x1b[31mred\x1b[0m \x07 \u202e [bold]not markup[/bold] \x9b"
     turn = Turn(index=0, sequence=0, start=0, stop=1, text=evil, ended_by_model=True)
     console = Console(file=io.StringIO(), force_terminal=False, width=100)
@@ -155,7 +155,7 @@ def test_turns_of_subagents_stand_below_the_calls_that_they_answer():
     ]
 
 
-def test_thoughts_and_what_is_to_be_remembered_are_told_apart_from_what_was_said():
+def test_reasoning_and_memory_are_distinguished_from_the_answer():
     turns = [
         Turn(**_fields(index=0, sequence=-1, text="Green.", reasoning="Tea leaves are green.")),
         Turn(**_fields(index=1, sequence=-1, text="Tea was looked at.", kind="memory")),
@@ -173,7 +173,7 @@ def test_thoughts_and_what_is_to_be_remembered_are_told_apart_from_what_was_said
     ]
 
 
-def test_turns_of_a_subagent_whose_call_was_never_answered_are_shown_all_the_same():
+def test_turns_of_a_subagent_without_an_answer_are_shown():
     turns = [
         Turn(**_fields(index=0, sequence=0, text="let me ask")),
         Turn(**_fields(index=1, sequence=1, text="looking", agent="research", conversation="call_0")),
@@ -186,7 +186,7 @@ def _fields(**given):
     return {"start": 0, "stop": 5, "ended_by_model": True, **given}
 
 
-def test_branches_of_a_program_say_where_they_go_on_and_notes_stand_at_the_end():
+def test_branches_of_a_program_show_their_origin_and_notes_come_last():
     turns = [
         Turn(**_fields(index=0, sequence=0, text="root", parent_turns=())),
         Turn(**_fields(index=1, sequence=0, text="one way", parent_turns=(0,))),

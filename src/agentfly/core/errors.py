@@ -7,7 +7,7 @@ Two facts are fixed for each type, because everything downstream depends on them
   says. A failure that the policy could not have caused is infrastructure: it is kept out of reward, baseline and
   loss, and counted.
 
-Messages say what was asked, what was found and what to do about it, because they are all a user gets to see.
+Messages say what was requested, what was found and what to do, because users see nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VOWEL = re.compile(r"[aeio]|u(?!ni|s)", re.IGNORECASE)
 """Beginnings of names that are pronounced with a vowel first."""
 
 _TYPO_SIMILARITY = 0.85
-"""Similarity from which two names are taken to differ by a typing error."""
+"""Minimum similarity at which two names count as differing by a typing error."""
 
 _MIN_SIMILARITY = 0.75
 """Similarity below which two names are unrelated."""
@@ -36,7 +36,7 @@ class Boundary(StrEnum):
 
     USAGE = "usage"  # what the user wrote: an agent, a tool, a reward, a configuration
     MACHINE = "machine"  # what the machine lacks: a program, a kernel feature, disk, network, a model
-    RESOURCE = "resource"  # a resource that could not be had, broke, or died
+    RESOURCE = "resource"  # a resource that could not be acquired, broke, or died
     POLICY = "policy"  # the sampler: a generation that failed
     TOOL = "tool"  # a tool call
     REWARD = "reward"  # a score that could not be computed
@@ -72,7 +72,7 @@ def type_of(value: object) -> str:
     name = type(value).__name__
     if value is None:
         return "None"
-    spelled = name[:2].isupper()  # such as MCPServer, whose first letter is pronounced by its name
+    spelled = name[:2].isupper()  # such as MCPServer, with a first letter that is pronounced by its name
     with_vowel = name[0] in "AEFHILMNORSX" if spelled else _VOWEL.match(name) is not None
     return f"{'an' if with_vowel else 'a'} {name}"
 
@@ -197,7 +197,7 @@ class AcquireTimeout(ResourceError):
 
 
 class DeadlockBroken(ResourceError):
-    """The engine failed the wait of the youngest holder in a cycle of waits, so that the others can continue."""
+    """The engine ended the wait of the youngest holder in a cycle of waits, so that the others can continue."""
 
 
 class EngineClosed(ResourceError):

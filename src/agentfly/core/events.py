@@ -1,4 +1,4 @@
-"""The typed events that everything observable is made of.
+"""The typed events on which all observation is based.
 
 An `EventStream` hands each event to its subscribers at once, in the thread that emits it. Progress display, metrics,
 event files and timelines are subscribers; none of them is in the hot path. A subscriber that raises is logged and
@@ -67,7 +67,7 @@ class EventStream:
 
         Args:
             subscriber: called with each event, in the thread that emits it.
-            required: whether the work may not go on without it: what it raises reaches the code that emits the event.
+            required: whether the work depends on it: its exceptions reach the code that emits the event.
         """
         self._subscribers = (*self._subscribers, subscriber)
         if required:
@@ -125,7 +125,7 @@ class ResourceStarted(ResourceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceStartFailed(ResourceEvent):
-    """An instance did not start, or what it needs could not be prepared; what there is of it is removed."""
+    """An instance did not start, or its prerequisite could not be prepared. Its remains are removed."""
 
     instance: str
     error: str
@@ -161,7 +161,7 @@ class ResourceFailed(ResourceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceStuck(ResourceEvent):
-    """An instance could not be removed; it keeps counting against its pool and is tried again."""
+    """An instance could not be removed. It still counts against its pool, and the removal is retried."""
 
     instance: str
     error: str
@@ -177,7 +177,10 @@ class ResourceStopped(ResourceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRequested(ResourceEvent):
-    """An owner asks. Exactly one `LeaseGranted` or `LeaseRefused` answers; a cancelled request counts as refused."""
+    """An owner requests a lease.
+
+    Exactly one `LeaseGranted` or `LeaseRefused` answers; a cancelled request counts as refused.
+    """
 
     owner: str
     scope: str

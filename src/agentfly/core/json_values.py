@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any, cast
 
 MAX_DEPTH = 100
-"""How deep values may lie within one another in a record; readers of JSON bear a few hundred levels."""
+"""Maximum nesting depth of a recorded value. JSON readers support a few hundred levels."""
 
 MAX_INT_BITS = 4096
 """The longest whole number that is recorded as one; Python reads and writes no more than 4,300 digits."""
@@ -22,10 +22,10 @@ MAX_SCORE = 1e30
 """The largest score: its square, and sums over any batch, are numbers still, in training's 32 bits too."""
 
 MAX_REPR_CHARS = 1000
-"""How much stands in a record for an object that JSON has no form for."""
+"""Maximum length of the text that replaces an object without a JSON form."""
 
 JSONFallback = Callable[[Any], Any]
-"""Says what stands for a value that JSON has no form for."""
+"""Returns the replacement of a value without a JSON form."""
 
 
 _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"))
@@ -140,7 +140,7 @@ def score_of(value: object) -> float | None:
 
 
 def has_own_str(value: object) -> bool:
-    """Whether an object's class says how it reads as text."""
+    """Return whether an object's class defines its text."""
     return any("__str__" in vars(kind) for kind in type(value).__mro__[:-1])
 
 
@@ -236,7 +236,7 @@ _BRIEF.maxlevel = 3
 
 
 def brief(value: Any) -> str:
-    """A value as Python would write it, shortened; of a long list or mapping it says how long it is."""
+    """Return the shortened repr of a value. For a long list or mapping it includes the length."""
     shown = _BRIEF.repr(value)
     count = len(value) if isinstance(value, (list, tuple, dict, array)) else 0
     return f"{shown} ({count})" if count > _BRIEF.maxlist else shown

@@ -128,7 +128,7 @@ class Image:
             raise UsageError(f"The data URL of an image is damaged: {error}.") from error
 
     def check(self) -> None:
-        """Look at whether the bytes are a picture: at their beginning and, where Pillow is installed, their structure.
+        """Check that the bytes are a picture: their beginning and, if Pillow is installed, their structure.
 
         Raises:
             UsageError: they are none, or of another kind than the media type says, or have more pixels than
@@ -147,7 +147,7 @@ class Image:
                 picture.verify()
 
     def check_size(self) -> None:
-        """Look at whether an image has at most `MAX_PIXELS`, where Pillow is installed and can tell.
+        """Check that an image has at most `MAX_PIXELS`, if Pillow is installed and can read it.
 
         Raises:
             UsageError: it has more.
@@ -209,7 +209,9 @@ class PlacedImage:
 
 def is_raw_image(value: Any) -> bool:
     """Whether a value is a picture that is not encoded: an image of PIL, or a NumPy array of bytes with colours."""
-    pillow, numpy = map(sys.modules.get, ("PIL.Image", "numpy"))  # not imported: whoever has a value of theirs has
+    pillow, numpy = map(
+        sys.modules.get, ("PIL.Image", "numpy")
+    )  # not imported here: code with such a value has imported it
     if pillow is not None and isinstance(value, pillow.Image):
         return True
     if numpy is None or not isinstance(value, numpy.ndarray):
@@ -337,7 +339,7 @@ def move_tool_images_to_user_messages(messages: Iterable[Message]) -> Iterator[M
 
 
 def text_with_image_labels(content: Content) -> str:
-    """A message's content for people who read text, with a label where an image stands."""
+    """Return a message's content as text for people, with a label for each image."""
     if isinstance(content, str):
         return content
     return "\n".join(part["text"] if part["type"] == "text" else part["image"].label for part in content)

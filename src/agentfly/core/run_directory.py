@@ -1,4 +1,4 @@
-"""RunDirectory: where a run keeps its files. Everything that looks at a run afterwards reads this directory."""
+"""RunDirectory: the files of a run. All later analysis of a run reads this directory."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class RunDirectory:
     """The files of one run, by name.
 
     Args:
-        path: the directory. It is made when `create` is called, or by `ensure`; never by looking at it.
+        path: the directory. `create` and `ensure` create it; read access never does.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._made: list[Path] = []  # directories that were made for the run, the deepest first
+        self._made: list[Path] = []  # directories that were created for the run, the deepest first
 
     @classmethod
     def create(cls, base: Path | str = "runs", name: str | None = None) -> Self:
@@ -73,7 +73,7 @@ class RunDirectory:
                 number += 1
 
     def ensure(self, *, new: bool = False) -> Self:
-        """Make the directory where it is missing.
+        """Create the directory if it is missing.
 
         Raises:
             FileExistsError: ``new`` was asked for and the directory exists.
@@ -186,7 +186,7 @@ class RunDirectory:
 
     @property
     def trackers_file(self) -> Path:
-        """Under which ids trackers know the run."""
+        """The ids of the run in trackers."""
         return self.path / "trackers.json"
 
     def metrics(self, kind: TrajectoryKind = "train") -> list[StepMetrics]:
@@ -214,5 +214,5 @@ def numbered(paths: Iterable[Path], prefix: str) -> list[tuple[int, Path]]:
 
 
 def whole_number(text: str) -> int | None:
-    """The number that a text of digits writes; None if it is none, or too large to count anything."""
+    """Parse a text of digits. Return None if it is not a number, or too large for a count."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None

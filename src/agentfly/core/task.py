@@ -100,7 +100,7 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _as_list(value: Any) -> str:
-    """Say how to turn a file's content into a list of objects."""
+    """Return advice for turning a file's content into a list of objects."""
     lists = [name for name, held in value.items() if isinstance(held, list)] if isinstance(value, dict) else []
     if len(lists) == 1:
         return f"Leave the list under {lists[0]!r} alone in the file."
@@ -225,7 +225,7 @@ class Task:
         if not self.id:
             try:
                 content = json.dumps([self.prompt_to_json(), dict(self.fields)], sort_keys=True, default=repr)
-            except TypeError:  # keys that JSON does not know
+            except TypeError:  # keys that JSON does not support
                 content = repr((self.prompt, self.fields))
             object.__setattr__(self, "id", hashlib.sha256(content.encode()).hexdigest()[:12])
 
@@ -282,7 +282,7 @@ class Task:
         return {"id": self.id, "prompt": self.prompt_to_json(), **self.fields}
 
     def prompt_to_json(self) -> Any:
-        """The prompt as JSON can hold it: with images as data URLs. A task made of it is equal to this one."""
+        """The prompt as a JSON value, with images as data URLs. A task created from it is equal to this one."""
         prompt: Any = self.prompt
         if isinstance(prompt, str) or not isinstance(prompt, Sequence):
             return prompt
@@ -290,7 +290,7 @@ class Task:
 
 
 def _id_of(given: Any) -> str:
-    """An id as text; empty where none is given.
+    """Return an id as text; empty if none is given.
 
     Raises:
         ConfigError: it is neither text nor a whole number.
@@ -312,7 +312,7 @@ def _id_of(given: Any) -> str:
 
 
 def _how_to_name_a_prompt(fields: Mapping[str, Any]) -> str:
-    """The cure for a row without a prompt: the field to rename, if one looks like what the agent is asked."""
+    """Return advice for a row without a prompt: the field to rename, if one looks like a prompt."""
     names = [str(name) for name in fields]
     near = next((name for name in _PROMPT_NAMES if name in names), None) or nearest_name("prompt", names)
     if near is not None:

@@ -150,9 +150,9 @@ class TokenSequence:
         self.versions.extend(versions)
 
     def truncate(self, length: int) -> None:
-        """Cut ids and all that is known of them at one index, and flag the sequence as truncated.
+        """Truncate the ids and all per-token data to one length, and mark the sequence as truncated.
 
-        An image that the cut would part is left out whole, so the sequence may come out shorter than ``length``.
+        An image that this would split is left out, so the sequence may be shorter than ``length``.
         """
         self._require_open()
         if length >= len(self.ids):
@@ -171,7 +171,7 @@ class TokenSequence:
         return self
 
     def check(self) -> None:
-        """Raise TokenInvariantError unless all that is known per token has one length, and images lie within it."""
+        """Raise TokenInvariantError unless all per-token data have one length and all images are within it."""
         lengths = {len(values) for values in self._columns}
         if any(not 0 <= image.start < image.stop <= len(self.ids) for image in self.images):
             raise TokenInvariantError("An image stands where the sequence has no tokens for it.")

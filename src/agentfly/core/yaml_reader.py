@@ -21,10 +21,10 @@ MAX_BYTES = 2**18
 """The longest text that is read."""
 
 MAX_DEPTH = 32
-"""How deep lists and mappings may lie within one another, what aliases repeat included."""
+"""Maximum nesting depth of lists and mappings, including the content of aliases."""
 
 MAX_VALUES = 10_000
-"""The most values, what aliases repeat included; of a long text each `_TEXT` characters count as one."""
+"""Maximum number of values, including those of aliases. Each `_TEXT` characters of a long text count as one."""
 
 MAX_DIGITS = 100
 """The most characters of a number."""
@@ -53,7 +53,7 @@ def read_yaml(text: bytes | str, source: str) -> Any:
 
     Args:
         text: the text, as UTF-8 or UTF-16 if it is bytes.
-        source: what to call it in messages.
+        source: its name in messages.
 
     Raises:
         ConfigError: it is not YAML, exceeds a bound, has a key twice or one that is no text, or holds something that is
@@ -151,7 +151,7 @@ class _Loader(yaml.SafeLoader):
     }
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """A value; what is no value of its kind is an error with its place."""
+        """Return a value. An invalid value is an error with its position."""
         number = node.tag in (f"{_TAG}int", f"{_TAG}float")
         if number and isinstance(node, yaml.ScalarNode) and len(node.value) > MAX_DIGITS:
             raise _refused(f"a number has more than {MAX_DIGITS} characters; put a text in quotes", node.start_mark)

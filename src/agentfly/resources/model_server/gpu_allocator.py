@@ -34,7 +34,7 @@ class Claim:
     Attributes:
         process: the process that the instance belongs to.
         devices: their names.
-        share: the thousandths of each that it takes.
+        share: the part of each device that it uses, in thousandths.
     """
 
     process: ProcessIdentity
@@ -43,14 +43,14 @@ class Claim:
 
 
 GPUClaims = dict[str, Claim]
-"""By instance."""
+"""The claims by instance."""
 
 
 class GPUAllocator:
     """The graphics processors that this process may use.
 
     Args:
-        directory: where claims are written down, in a file for each boot of each machine.
+        directory: the directory of claims, in one file for each boot of each machine.
         devices: their names, as in ``CUDA_VISIBLE_DEVICES``.
     """
 
@@ -61,12 +61,12 @@ class GPUAllocator:
         self._devices = devices
 
     async def allocate(self, instance: str, count: int, gpus: float) -> tuple[str, ...]:
-        """Take devices, those that are used most among those with enough left, until `free`.
+        """Claim devices until `free`. Of those with enough capacity left, the most used ones are chosen.
 
         Args:
-            instance: who they are for.
-            count: how many devices.
-            gpus: how many graphics processors' worth of work all of them are; below ``count``, they are shared.
+            instance: the instance that uses them.
+            count: the number of devices.
+            gpus: the capacity of all of them together, in GPUs; below ``count`` they are shared with others.
 
         Raises:
             ResourceStartError: there are not enough; the message names the holders.

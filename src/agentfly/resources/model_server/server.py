@@ -47,7 +47,7 @@ class ModelServer(Resource, Judge, TokenServer):
     """A language model behind an OpenAI-compatible server on this machine: ``await server.chat(messages)``.
 
     A server that dies is restarted at the same address, as often as the spec allows. A request that was running is sent
-    once more, and new requests wait. Adapters are loaded again. So a restart only costs time. After too many restarts,
+    once more, and new requests wait. Adapters are loaded again, so a restart only costs time. After too many restarts,
     all calls raise `ResourceDied`, which is never the policy's fault.
     """
 
@@ -75,7 +75,7 @@ class ModelServer(Resource, Judge, TokenServer):
         """Start the server, and wait until it is ready.
 
         Raises:
-            PrerequisiteError: the interpreter, the engine or a package is not there; the message says what to do.
+            PrerequisiteError: the interpreter, the engine or a package is missing; the message says what to do.
             ResourceStartError: the server ended, or was not ready in time; the message has the end of its log.
         """
         if self._released:
@@ -109,7 +109,7 @@ class ModelServer(Resource, Judge, TokenServer):
             raise ResourceResetError(f"{self._name} could not be reset: {error}") from error
 
     async def status(self) -> Status:
-        """Ask the server's health endpoint. One that hangs is killed; one that is started again counts as healthy."""
+        """Query the server's health endpoint. A hanging server is killed; a restarting one counts as healthy."""
         if self._lost is not None or not self._directory.exists():
             return Status.BROKEN
         if not self._ready_or_lost.is_set() or (run := self._run) is None:
@@ -118,11 +118,11 @@ class ModelServer(Resource, Judge, TokenServer):
         return Status.HEALTHY if well else Status.BROKEN
 
     def quick_status(self) -> Status:
-        """Say whether it serves, or is started again, as far as is known."""
+        """Return whether it serves or restarts, as far as this is known."""
         return Status.HEALTHY if self._lost is None else Status.BROKEN
 
     async def release(self) -> None:
-        """Ask the server to end, and after half of ``release_timeout_s`` kill it; return when all of it is gone."""
+        """Ask the server to end, and kill it after half of ``release_timeout_s``. Return when it is gone."""
         self._released = True
         self._mark_lost("it was released.")
         for task in (self._starting, self._restarter):
@@ -136,7 +136,7 @@ class ModelServer(Resource, Judge, TokenServer):
 
     @property
     def traces(self) -> dict[str, Any]:
-        """The directory that its processes run in, and the process that keeps them."""
+        """The working directory of its processes, and the ids of their supervisor."""
         return {"directory": str(self._directory), **(self._run.traces if self._run is not None else {})}
 
     # --- what tools and policies use --------------------------------------------------------------------------------
@@ -164,11 +164,11 @@ class ModelServer(Resource, Judge, TokenServer):
         return self.spec.served_model_name
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> ChatCompletion:
-        """Have the model answer a conversation.
+        """Request an answer to a conversation.
 
         Args:
-            messages: as in ``[{"role": "user", "content": "…"}]``.
-            parameters: what the API takes, such as ``temperature`` and ``max_tokens``; ``model`` for an adapter.
+            messages: for instance ``[{"role": "user", "content": "…"}]``.
+            parameters: any parameters of the API, such as ``temperature`` and ``max_tokens``; ``model`` for an adapter.
 
         Raises:
             UsageError: a parameter cannot be sent.
@@ -179,7 +179,7 @@ class ModelServer(Resource, Judge, TokenServer):
         return await self._ask(lambda client, left: client.chat(messages, call_timeout_s=left, **asked))
 
     async def complete(self, prompt: str | Sequence[int], **parameters: Any) -> TextCompletion:
-        """Have the model go on from a prompt, a text or token ids. The rest is as in `chat`."""
+        """Continue a prompt, which is a text or token ids. The rest is as in `chat`."""
         asked = _call_parameters(parameters)
         return await self._ask(lambda client, left: client.complete(prompt, call_timeout_s=left, **asked))
 
@@ -190,12 +190,12 @@ class ModelServer(Resource, Judge, TokenServer):
         await self._loaded.restore_adapters(self)
 
     async def set_weight_version(self, label: str) -> None:
-        """Have samples say that they come from weights of this label, and after a restart too."""
+        """Set the label of the current weights, which samples report. It survives a restart."""
         await super().set_weight_version(label)
         self._loaded.weights_version = label
 
     async def load_adapter(self, name: str, path: str | Path) -> None:
-        """Load a LoRA adapter from a directory, or put it in the place of the one with that name.
+        """Load a LoRA adapter from a directory. It replaces an adapter with the same name.
 
         Raises:
             UsageError: the spec has no ``adapters``.
@@ -220,7 +220,7 @@ class ModelServer(Resource, Judge, TokenServer):
     async def request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, call_timeout_s: float | None = None
     ) -> Mapping[str, Any]:
-        """Make a request that has no method here; see `TokenServer.request`."""
+        """Make any other request; see `TokenServer.request`."""
         url, limit = server_url(self.base_url, path), call_timeout_s or self.spec.call_timeout_s
         return parse_response(
             await self._ask(
@@ -229,7 +229,7 @@ class ModelServer(Resource, Judge, TokenServer):
         )
 
     async def _ask(self, ask: Callable[[ModelClient, float], Awaitable[T]]) -> T:
-        """Ask, and once more if the server dies meanwhile, all within ``call_timeout_s``."""
+        """Make a request. Repeat it once if the server dies meanwhile, all within ``call_timeout_s``."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + self.spec.call_timeout_s
         run = await self._running(deadline - clock())
@@ -261,7 +261,7 @@ class ModelServer(Resource, Judge, TokenServer):
     async def _has_ended(self, run: ServerProcess) -> bool:
         """Whether a server that is not well has come to its end.
 
-        It ends by itself a moment after its engine has. If it does not, and still is not well, it hangs, and is killed.
+        It ends shortly after its engine. If it does not, and is still unhealthy, it hangs and is killed.
         """
         if not await self._restart_decided(run):
             if await run.is_well():
@@ -282,7 +282,7 @@ class ModelServer(Resource, Judge, TokenServer):
     # --- starting, and starting again -------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        server_command(self.spec, 0)  # what is missing is told before anything is made
+        server_command(self.spec, 0)  # missing prerequisites are reported before anything is created
         self._directory.mkdir(parents=True, mode=0o700)
         if (gpus := self._gpus) is not None:
             self._devices = await gpus.allocate(self.instance, self.spec.devices, self.spec.gpus)
@@ -320,7 +320,7 @@ class ModelServer(Resource, Judge, TokenServer):
             await self._end(0)
             try:
                 await self._bring_up(listener)
-            except Exception as error:  # whatever it is, whoever waits must be told in the end
+            except Exception as error:  # on any error, the waiting requests must get an error
                 failure = error
                 await self._end(0)
             else:
@@ -330,8 +330,10 @@ class ModelServer(Resource, Judge, TokenServer):
     def _mark_lost(self, why: str) -> None:
         self._lost = why
         self._ready_or_lost.set()
-        if self._listener is not None:  # or else those who wait there would wait for ever
-            with contextlib.suppress(OSError):  # Linux says that it is not connected, and ends it for all who have it
+        if self._listener is not None:  # otherwise clients in its queue would wait forever
+            with contextlib.suppress(
+                OSError
+            ):  # Linux reports that it is not connected, and shuts it down for all holders
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
 
@@ -353,7 +355,7 @@ class ModelServer(Resource, Judge, TokenServer):
 
 
 def _call_parameters(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The parameters of a call, without what is a matter of the spec."""
+    """Return the parameters of a call. Reject those that belong to the spec."""
     if "call_timeout_s" in parameters:
         raise UsageError("call_timeout_s is no parameter of a call. Write ModelServerSpec(call_timeout_s=…).")
     check_parameter_names(parameters)

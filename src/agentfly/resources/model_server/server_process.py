@@ -60,11 +60,11 @@ class ServerProcess:
     """A server's process, and a client of it.
 
     Args:
-        spec: what to serve.
+        spec: the spec of the server.
         name: name of the server, for messages.
-        directory: where it runs and writes its log.
-        listener: the socket that it serves. It belongs to the caller. So the port stays the same after a restart, and
-            no other program can take it in between and receive the key.
+        directory: its working directory, with its log.
+        listener: the socket that it serves. It belongs to the caller, so the port stays the same after a restart, and
+            no other program can take the port and receive the key.
         key: the key that it requires.
         gpus: the graphics processors that it gets; empty leaves the choice to the engine.
 
@@ -99,10 +99,10 @@ class ServerProcess:
         )
 
     async def start(self, loaded: LoadedState) -> None:
-        """Start the server; return when it is ready and holds what was loaded into the run before.
+        """Start the server. Return when it is ready and has loaded the state of the previous run.
 
         Raises:
-            PrerequisiteError: the interpreter or the engine is not there.
+            PrerequisiteError: the interpreter or the engine is missing.
             ResourceStartError: it ended, or was not ready in time.
         """
         clock = asyncio.get_running_loop().time
@@ -127,7 +127,7 @@ class ServerProcess:
             await asyncio.gather(ready, end, return_exceptions=True)
 
     async def wait(self) -> str:
-        """Wait for its end; how it ended, in words."""
+        """Wait for its end. Return a description of how it ended."""
         return await self._process.wait_exit()
 
     async def stop(self, grace_s: float) -> None:
@@ -140,12 +140,12 @@ class ServerProcess:
         self._process.kill()
 
     async def is_well(self) -> bool:
-        """Whether it says so, within ``health_timeout_s``."""
+        """Return whether it reports to be healthy within ``health_timeout_s``."""
         try:
             await self.client.health(call_timeout_s=self._spec.health_timeout_s)
         except ModelAPIError:
             return False
-        return not self.restart_decided.is_set()  # else the answer came from the next run, at the same socket
+        return not self.restart_decided.is_set()  # otherwise the answer came from the next run, at the same socket
 
     def log_excerpt(self) -> str:
         """The end of its log, for a message."""
@@ -154,11 +154,11 @@ class ServerProcess:
 
     @property
     def traces(self) -> dict[str, Any]:
-        """The process that keeps it."""
+        """The ids of its supervisor."""
         return self._process.traces
 
     async def _until_ready(self, loaded: LoadedState) -> None:
-        """Wait for the server's first good answer. Connections wait at its socket until it begins to serve."""
+        """Wait for the server's first successful answer. Connections queue at its socket until it serves."""
         while True:
             try:
                 await self.client.health(call_timeout_s=_LONG_POLL_S)

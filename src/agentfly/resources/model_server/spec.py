@@ -43,8 +43,8 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
             it to ``gpu_memory_utilization``.
         context_length: maximum number of tokens of prompt and answer together; None for the model's own limit.
         dtype: the type of weights and activations, for instance ``"bfloat16"``; ``"auto"`` uses the model's own.
-        max_num_seqs: maximum number of sequences that are sampled at a time; None leaves it to the engine.
-        adapters: maximum number of LoRA adapters that are loaded at a time; 0 turns adapters off.
+        max_num_seqs: maximum number of sequences that are sampled concurrently; None leaves it to the engine.
+        adapters: maximum number of LoRA adapters that are loaded at once; 0 turns adapters off.
         adapter_rank: the highest rank of an adapter.
         seed: seeds the engine.
         arguments: further arguments of the engine's command line, one text each.
@@ -130,7 +130,7 @@ class ModelServerSpec(ResourceSpec["ModelServer"]):
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
     def interpreter(self) -> str:
-        """The path of the Python that runs the engine, as asked; whether it is there is seen at the start."""
+        """The path of the Python that runs the engine. It is checked at the start."""
         chosen = self.python or os.environ.get(PYTHON_VARIABLE) or sys.executable
         path = Path(chosen).expanduser()
         return str(path / "bin" / "python" if path.is_dir() else path)

@@ -1,4 +1,4 @@
-"""TokenServer: requests to a server that takes and returns token ids, beside the OpenAI API.
+"""TokenServer: requests to a server that takes and returns token ids, in addition to the OpenAI API.
 
 It speaks vLLM's interface: ``/inference/v1/generate`` (with ``--enable-scale-out``), and the paths that change weights
 (with ``VLLM_SERVER_DEV_MODE=1``). A sample is checked to be complete.
@@ -19,7 +19,7 @@ from agentfly.core.messages import Image
 from agentfly.resources.model_api.client import ModelClient
 from agentfly.resources.model_api.responses import Json, read_json, read_usage
 
-_NO_LOGPROB = -9999.0  # what vLLM sends where it has none, or minus infinity
+_NO_LOGPROB = -9999.0  # sent by vLLM for missing values and for minus infinity
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +52,15 @@ class TokenSample:
 
 
 def read_sample(answer: Json, prompt_length: int, stop_ids: Sequence[int]) -> TokenSample:
-    """A sample from a server's answer to ``/inference/v1/generate``.
+    """Return the sample in a server's answer to ``/inference/v1/generate``.
 
     Args:
         answer: the answer.
-        prompt_length: how many ids the prompt had.
+        prompt_length: the number of ids of the prompt.
         stop_ids: the ids that were to end the sample.
 
     Raises:
-        APIUnavailable: the server gave the sample up before its end.
+        APIUnavailable: the server aborted the sample.
         APIMalformed: ids, log-probs and the server's own count do not agree, or they answer another prompt. Such a
             sample could not be trained on.
     """
@@ -113,10 +113,10 @@ def _check_values(sample: TokenSample, named: Sequence[int], stop_ids: Sequence[
 
 
 def read_logprobs(answer: Json, ids: Sequence[int]) -> tuple[float, ...]:
-    """The log-prob of each id but the first given those before it, from an answer with ``prompt_logprobs``.
+    """Return the log-prob of each id after the first, from an answer with ``prompt_logprobs``.
 
     Raises:
-        APIMalformed: they are not there.
+        APIMalformed: they are missing.
     """
     try:
         told = answer["prompt_logprobs"]
@@ -129,10 +129,10 @@ def read_logprobs(answer: Json, ids: Sequence[int]) -> tuple[float, ...]:
 
 
 def read_logprob_of(answer: Json, wanted: int) -> float:
-    """The log-prob of an id in the place of the one sampled token of an answer with ``logprob_token_ids``.
+    """Return the log-prob of an id at the position of the sampled token, from an answer with ``logprob_token_ids``.
 
     Raises:
-        APIMalformed: it is not there.
+        APIMalformed: it is missing.
     """
     try:
         (place,) = answer["choices"][0]["logprobs"]["content"]
@@ -143,7 +143,7 @@ def read_logprob_of(answer: Json, wanted: int) -> float:
 
 
 CONTROL_TIMEOUT_S = 30.0
-"""Seconds that a server may take for what is not a request to the model."""
+"""Time limit of requests that do not use the model, in seconds."""
 
 LOAD_WEIGHTS = "load_weights_in_place"
 """The worker's method of `agentfly.resources.model_server.programs.agentfly_weights`."""
@@ -167,13 +167,13 @@ class TokenServer(ABC):
     async def request(
         self, method: str, path: str, body: Json | None = None, *, call_timeout_s: float | None = None
     ) -> Json:
-        """Make one request, and return its answer.
+        """Make one request and return its answer.
 
         Args:
             method: ``GET`` or ``POST``.
             path: from the server's root, such as ``/v1/models``.
-            body: what to send, as JSON.
-            call_timeout_s: seconds that it may take; None takes what a generation may.
+            body: the body, sent as JSON.
+            call_timeout_s: time limit in seconds; None means the limit of a generation.
 
         Raises:
             ModelAPIError: it refuses or fails; see `agentfly.resources.model_api.client.ModelClient`.
@@ -206,14 +206,14 @@ class TokenServer(ABC):
         Args:
             prompt_ids: ids of the whole prompt.
             max_tokens: limit on sampled tokens.
-            temperature: divides the logits; 0 takes the most likely token.
+            temperature: divides the logits; 0 selects the most likely token.
             top_p: share of probability mass to sample from.
-            top_k: number of most likely tokens to sample from; 0 takes all.
+            top_k: number of most likely tokens to sample from; 0 means all.
             stop_ids: ids that end the sample, which alone do: the model's own end of text does not.
             seed: makes the sample repeatable on one server.
             adapter: the name of a loaded adapter to sample with.
-            images: for each of them the prompt has one placeholder; the sample then says what the server made of it.
-            barred_ids: ids that are not sampled: they are given e to the power of -100 of their probability.
+            images: the images, with one placeholder each in the prompt. The sample then reports their tokens.
+            barred_ids: ids that are not sampled: their probability is multiplied by e to the power of -100.
 
         Raises:
             APIMalformed: ids, log-probs and counts of the answer do not agree.
@@ -252,7 +252,7 @@ class TokenServer(ABC):
         return read_logprobs(answer, ids)
 
     async def sampled_logprobs(self, ids: Sequence[int], *, adapter: str | None = None) -> tuple[float, ...]:
-        """The same, asked for as sampling would come to it: a request for each id, which samples a token in its place.
+        """The same, computed as in sampling: one request per id, which samples a token at its position.
 
         So it goes the way that samples go, prefix cache and adapters included. It is for few ids.
         """
@@ -260,7 +260,7 @@ class TokenServer(ABC):
         few = asyncio.Semaphore(_MAX_CONCURRENT_SCORING)
 
         async def at(place: int) -> float:
-            # vLLM shows as many ids as are asked for, and the sampled one is always among them.
+            # vLLM returns the requested number of ids, and the sampled one is always among them.
             wanted = [ids[place], int(ids[place] == 0)]
             sampling = {**_PLAIN, "logprob_token_ids": wanted, "logprobs": len(wanted)}
             async with few:
@@ -282,7 +282,7 @@ class TokenServer(ABC):
             raise APIMalformed("The server does not say which model it serves, and how many tokens it holds.") from None
 
     async def is_well(self) -> bool:
-        """Whether the server says so."""
+        """Return whether the server reports to be healthy."""
         try:
             await self.request("GET", "/v1/models", call_timeout_s=CONTROL_TIMEOUT_S)
         except ResourceError:
@@ -298,7 +298,7 @@ class TokenServer(ABC):
         keys and values of the old weights. The caller must prove that the server serves the new weights.
 
         Args:
-            directory: where the weights are, in safetensors files, as the server sees it; None goes back to those
+            directory: the directory of the weights (safetensors files), as seen by the server; None restores those
                 that it started with.
             by: the method of the server's worker that does it.
 
@@ -313,7 +313,7 @@ class TokenServer(ABC):
                 raise APIRefused(f"The weights in {directory} could not be loaded: {told['error']}")
 
     async def load_adapter(self, name: str, path: str | Path) -> None:
-        """Load a LoRA adapter from a directory, or put it in the place of the one with that name."""
+        """Load a LoRA adapter from a directory. It replaces an adapter with the same name."""
         body = {"lora_name": name, "lora_path": str(path), "load_inplace": True}
         await self.request("POST", "/v1/load_lora_adapter", body, call_timeout_s=CONTROL_TIMEOUT_S)
 
@@ -322,7 +322,7 @@ class TokenServer(ABC):
         await self.request("POST", "/v1/unload_lora_adapter", {"lora_name": name}, call_timeout_s=CONTROL_TIMEOUT_S)
 
     async def set_weight_version(self, label: str) -> None:
-        """Have samples say that they come from weights of this label from now on."""
+        """Set the label of the current weights, which later samples report."""
         await self.request("POST", "/update_weight_version", {"new_version": label}, call_timeout_s=CONTROL_TIMEOUT_S)
 
     async def weight_version(self) -> str:
@@ -331,7 +331,7 @@ class TokenServer(ABC):
         return str(answer.get("weight_version"))
 
     async def pause(self, running: Literal["wait", "keep"], *, call_timeout_s: float) -> None:
-        """Stop sampling until `resume`. Running requests are finished first, or are kept and continue then."""
+        """Stop sampling until `resume`. Running requests end first, or are kept and continue later."""
         await self.request("POST", f"/pause?mode={running}&clear_cache=false", {}, call_timeout_s=call_timeout_s)
 
     async def resume(self) -> None:
@@ -352,7 +352,7 @@ class TokenServer(ABC):
         try:
             async with asyncio.timeout(CONTROL_TIMEOUT_S):
                 while not (await self.request("POST", path, {}, call_timeout_s=CONTROL_TIMEOUT_S)).get("success"):  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)  # what was aborted still holds keys and values for a step
+                    await asyncio.sleep(0.05)  # aborted requests still hold keys and values for a step
         except TimeoutError:
             raise APIUnavailable(f"The server's prefix cache is still in use after {CONTROL_TIMEOUT_S:g} s.") from None
 
@@ -385,7 +385,7 @@ class RemoteTokenServer(TokenServer):
         )
 
     async def served_model(self) -> ServedModel:
-        """The first model that the server names, which from now on is the one that is asked for."""
+        """Return the first model of the server, which later requests use."""
         found = await super().served_model()
         self._client.model = found.name
         return found
@@ -401,5 +401,5 @@ def server_url(base_url: str, path: str) -> str:
 
 
 def parse_response(body: bytes) -> Mapping[str, Any]:
-    """The JSON object of an answer; an empty one where there is none, or only words."""
+    """Return the JSON object of an answer; an empty one if there is none, or only text."""
     return read_json(body) if body.startswith(b"{") else {}

@@ -23,9 +23,7 @@ from agentfly.resources.model_server.programs.serve_vllm import KEY_VARIABLE
 from agentfly.resources.model_server.spec import PYTHON_VARIABLE, ModelServerSpec
 
 _SERVE_VLLM = Path(__file__).parent / "programs" / "serve_vllm.py"
-_DEFAULT_CPU_KV_CACHE_BYTES = (
-    2**30
-)  # a share of all memory, as vLLM would take it, is not what somebody at a laptop wants
+_DEFAULT_CPU_KV_CACHE_BYTES = 2**30  # vLLM's default, a share of all memory, is too much on a laptop
 _PROBE_S = 30.0
 _PROBE = (
     "import importlib.metadata as m, importlib.util as u, sys\n"
@@ -40,7 +38,7 @@ _DEFAULTS = {
     "PYTHONUNBUFFERED": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "90",  # longer than a client keeps a connection, or it is closed under a request
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "90",  # longer than clients keep idle connections, so none closes during a request
     "VLLM_LOGGING_COLOR": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # what a reset and a change of weights need; all paths are behind the key
@@ -54,7 +52,7 @@ def server_command(spec: ModelServerSpec, listener: int) -> list[str]:
     """The command line of a spec's server.
 
     Raises:
-        PrerequisiteError: the interpreter or the program is not there.
+        PrerequisiteError: the interpreter or the program is missing.
     """
     interpreter = spec.interpreter()
     if not os.access(interpreter, os.X_OK):
@@ -79,7 +77,7 @@ def server_environment(spec: ModelServerSpec, key: str, gpus: Sequence[str] = ()
 
 
 def secret_values(variables: Mapping[str, str]) -> list[str]:
-    """Return the values that must not be in a log: those of variables whose names say that they are secret."""
+    """Return values that must not be in a log: those of variables with names of secrets."""
     return [
         value
         for name, value in variables.items()
@@ -88,7 +86,7 @@ def secret_values(variables: Mapping[str, str]) -> list[str]:
 
 
 def probe_vllm(python: str | None = None) -> str:
-    """The version of the vLLM that model servers get; an empty text if it does not say.
+    """Return the version of vLLM that model servers use; an empty text if unknown.
 
     Args:
         python: as in `ModelServerSpec`.
@@ -133,13 +131,13 @@ def _options(spec: ModelServerSpec) -> list[str]:
         "dtype": spec.dtype,
         "max-num-seqs": spec.max_num_seqs,
         "seed": spec.seed,
-        # log-probs of the distribution that was sampled from: those that vLLM gives otherwise leave out temperature
+        # log-probs of the sampled distribution; by default vLLM's leave out temperature
         "logprobs-mode": "processed_logprobs",
     }
     if spec.adapters:
         rank = next((rank for rank in _SUPPORTED_LORA_RANKS if rank >= spec.adapter_rank), spec.adapter_rank)
         options |= {"max-loras": spec.adapters, "max-lora-rank": rank}
     words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
-    # the sampling defaults of a model's generation_config.json would change what is sampled unasked
+    # otherwise the sampling defaults of a model's generation_config.json would apply
     words += ["--generation-config", "vllm", "--disable-uvicorn-access-log"]
     return [*words, "--enable-lora"] if spec.adapters else words

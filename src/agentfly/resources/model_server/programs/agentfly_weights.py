@@ -19,7 +19,7 @@ class WeightsInPlace:
         """Serve other weights of the same model from now on.
 
         Args:
-            weights_path: a directory with safetensors files; None goes back to those that the server started with.
+            weights_path: a directory with safetensors files; None restores those of the server's start.
 
         Returns:
             ``loaded``, the number of tensors read; or ``error``, what went wrong. It is not raised, because a worker
@@ -53,7 +53,7 @@ def _tensors(files: list[Path], names: list[str]) -> Iterator[tuple[str, Any]]:
 
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (it is no mapping)
+            for name in tensors.keys():  # noqa: SIM118  (it is not a mapping)
                 names.append(name)
                 yield name, tensors.get_tensor(name)
 

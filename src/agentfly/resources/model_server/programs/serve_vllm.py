@@ -1,4 +1,4 @@
-"""Serves a model with vLLM on an inherited socket. The interpreter that has vLLM runs it; that one lacks AgentFly.
+"""Serves a model with vLLM on an inherited socket. It runs in an interpreter with vLLM and without AgentFly.
 
     python serve_vllm.py LISTENER --model DIRECTORY ...
 
@@ -19,7 +19,7 @@ from typing import Any
 KEY_VARIABLE = "AGENTFLY_SERVER_KEY"
 OLDEST = "0.32"
 _OPTIONS = ("--enable-scale-out", "--worker-extension-cls", "agentfly_weights.WeightsInPlace")
-_USAGE = "serve_vllm.py LISTENER OPTION..."  # the full one is so long that the error after it is all one wants to see
+_USAGE = "serve_vllm.py LISTENER OPTION..."  # vLLM's own usage text is so long that it hides the error after it
 
 
 class ApiKeyMiddleware:
@@ -30,7 +30,7 @@ class ApiKeyMiddleware:
         self._expected = f"Bearer {os.environ[KEY_VARIABLE]}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer one request, or hand it on."""
+        """Answer a request without the key, or pass it on."""
         if scope["type"] == "lifespan" or self._has_key(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":

@@ -80,3 +80,9 @@ def test_an_own_format_that_cannot_read_a_turn_is_named_as_what_is_to_blame(own,
     agent = af.Agent(model="m", tools=[add], tool_call_format=own)
     with pytest.raises(af.AgentFlyError, match=rf"UsageError.*'hermes' \({type(own).__name__}\).*{told}"):
         asyncio.run(af.run(agent, ["go"], policy=af.ScriptedPolicy(["hello"])))
+
+
+@pytest.mark.parametrize("name", ["system_prompt", "tool_prompt"])
+def test_a_prompt_with_half_a_character_is_refused_when_the_agent_is_made(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Agent\({name}=….*half a surrogate pair"):
+        af.Agent(**{"model": "tiny", name: "half \ud800"})  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ def waits_for_a_spec(context):
 MISTAKES = [
     (lambda context: context.acquire({"memory": "1GiB"}), r"takes a ResourceSpec.*got a dict, \{'memory'"),
     (lambda context: context.acquire("container"), r"takes a ResourceSpec.*got a str, 'container'"),
-    (lambda context: context.acquire(FakeSpec), r"the class FakeSpec: make one, FakeSpec\("),
+    (lambda context: context.acquire(FakeSpec), r"the class FakeSpec: create one, FakeSpec\("),
     (lambda context: context.acquire(BOX, "run"), r"scope='run': write one of 'call', 'rollout', 'global'"),
     (lease_awaited, r"lease\(\) is a block. Write .*async with context.lease"),
     (acquire_entered, r"acquire\(\) is no block. Write `resource = await context.acquire"),
@@ -116,6 +116,26 @@ async def test_a_coroutine_in_what_a_tool_returns_is_a_forgotten_await(call, wra
 
     with pytest.raises(ToolDefinitionError, match=r"'work' returned a coroutine.*`await` is missing"):
         await call(forgetful)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize(
+    "text", [str, lambda got: f"It says {got}.", lambda got: [str(got)], lambda got: ToolResult(repr(got))]
+)
+async def test_the_text_of_a_resources_coroutine_is_a_forgotten_await(call, text):
+    async def forgetful(context):
+        box = await context.acquire(BOX)
+        return text(box.use())
+
+    with pytest.raises(ToolDefinitionError, match=r"'work' returned the text of a coroutine.*`await` is missing"):
+        await call(forgetful)
+
+
+async def test_the_text_of_another_programs_coroutine_is_an_observation(call):
+    async def look(context):
+        return "<coroutine object main at 0x7f5c1234>"
+
+    assert (await call(look)).observation == "<coroutine object main at 0x7f5c1234>"
 
 
 async def test_a_crash_of_a_tools_own_code_is_told_to_its_author_once_with_the_line_of_it(call, caplog):

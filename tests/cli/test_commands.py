@@ -103,6 +103,8 @@ def test_a_run_is_trained_resumed_and_evaluated(agentfly, project):
     assert evaluated.task["limit"] == 4
     out, _ = agentfly("eval", "runs/mine", "--checkpoint", "none", "run_dir=runs/first")
     assert "1 held-out task, tiny" in out
+    out, _ = agentfly("eval", "runs/mine", "--checkpoint", "step-000003", "run_dir=runs/named")
+    assert "step-000003" in out
 
     agentfly("rollout", "runs/mine", "-n", "1", "run_dir=runs/shown")
     shown = RunDirectory("runs/shown")

@@ -102,6 +102,8 @@ def test_all_fields_a_group_or_one_field_are_shown(agentfly):
 
 
 def test_an_unknown_field_is_reported_with_the_nearest_name(agentfly):
+    _, out = agentfly("config", "lr")
+    assert "training.learning_rate" in out
     code, out = agentfly("config", "leraning_rate")
     assert code == 2
     assert "Did you mean 'training.learning_rate'?" in out

@@ -138,5 +138,10 @@ def test_any_bytes_are_tasks_or_a_clear_refusal(tmp_path_factory, content, endin
 
 
 def test_a_text_in_place_of_a_list_of_prompts_is_told_what_a_list_looks_like():
-    with pytest.raises(ConfigError, match=r"no file of tasks at What is 6 times 7\?.*\['What is 6 times 7\?'\]"):
+    with pytest.raises(ConfigError, match=r"no file .What is 6 times 7\?..*\['What is 6 times 7\?'\]"):
         to_tasks("What is 6 times 7?")
+
+
+def test_a_directory_in_place_of_a_file_of_tasks_is_named_as_one(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"' is a directory, not a file of tasks\. Give"):
+        to_tasks(tmp_path)

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import MISSING, fields
 
 import pytest
@@ -217,3 +218,13 @@ def test_a_last_line_without_its_end_is_read_where_all_of_it_is_there(tmp_path):
 def test_a_stored_score_that_is_no_number_is_refused(changes):
     with pytest.raises(ConfigError, match="no finite number"):
         Trajectory.from_json(trajectory().to_json() | changes)
+
+
+def test_a_new_file_of_trajectories_appears_only_once_it_is_complete(tmp_path) -> None:
+    def cut() -> Iterator[Trajectory]:
+        yield full()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save_trajectories(cut(), tmp_path / "new.jsonl")
+    assert list(tmp_path.iterdir()) == []

@@ -334,3 +334,10 @@ async def test_a_list_of_models_that_is_none_is_said_to_be_so(models: Any) -> No
         with pytest.raises(APIMalformed, match="/models"):
             async with OpenAIPolicy(far_side.url, retries=0):
                 pass
+
+
+async def test_a_call_that_the_endpoint_parsed_for_a_format_of_text_is_a_failure_that_names_the_setting() -> None:
+    async with FakeOpenAIServer() as far_side:
+        far_side.script += [answers({"content": None, **calls('{"x": 21}')}, "tool_calls")]
+        with pytest.raises(af.AgentFlyError, match=r"parsed a call of 'calc' itself.*tool_call_format='model'"):
+            await rolled_out(far_side, HermesFormat())

@@ -142,9 +142,9 @@ async def test_what_cannot_be_removed_stays_for_the_next_time(tmp_path, removed,
     path = dead_ledger(tmp_path, entry("one"), stubborn)
     assert await reap_orphans(tmp_path) == [entry("one")]
     assert "stubborn" in caplog.text
-    assert ledger.read_ledger(path) == (DEAD, [stubborn])
+    assert ledger.read_ledger(path) == (DEAD, [replace(stubborn, failed_days=(int(time.time() // 86400),))])
     sys.modules["reap_for_tests"].missing = removed.append  # type: ignore[attr-defined]
-    assert await reap_orphans(tmp_path) == [stubborn]
+    assert await reap_orphans(tmp_path) == [replace(stubborn, failed_days=(int(time.time() // 86400),))]
     assert not path.exists()
 
 
@@ -188,10 +188,10 @@ async def test_orphans_where_nothing_answers_are_told_once_in_one_line_and_remov
 async def test_orphans_where_nothing_has_answered_for_long_are_given_up_and_their_traces_told(
     tmp_path, unreachable, caplog
 ):
-    long_ago = time.time() - orphans.UNREACHABLE_DAYS * 86400 - 1
+    today = int(time.time() // 86400)
     old, young = [
-        replace(one, unreachable_since=since)
-        for one, since in zip(unreachable_entries(2), (long_ago, time.time()), strict=True)
+        replace(one, failed_days=days)
+        for one, days in zip(unreachable_entries(2), (tuple(range(today - 7, today)), (today,)), strict=True)
     ]
     path = dead_ledger(tmp_path, old, young)
     assert await reap_orphans(tmp_path) == []
@@ -203,13 +203,17 @@ async def test_orphans_where_nothing_has_answered_for_long_are_given_up_and_thei
 
 
 async def test_an_orphan_that_can_be_reached_but_not_removed_is_never_given_up(tmp_path, removed, caplog):
-    stubborn = replace(entry(), reap="reap_for_tests:missing", unreachable_since=1.0)
+    def remove(traces):
+        raise OSError("it is busy")
+
+    sys.modules["reap_for_tests"].remove = remove  # type: ignore[attr-defined]
+    stubborn = replace(entry(), failed_days=(1,))
     path = dead_ledger(tmp_path, stubborn)
     for _ in range(2):
         caplog.clear()
         assert await reap_orphans(tmp_path) == []
         assert "will be tried again" in caplog.text
-    assert ledger.read_ledger(path)[1] == [replace(stubborn, unreachable_since=None)]
+    assert ledger.read_ledger(path)[1] == [replace(stubborn, failed_days=())]
 
 
 async def test_what_ended_with_its_process_needs_no_removal(tmp_path):
@@ -470,3 +474,34 @@ async def test_after_kill_9_the_next_engine_removes_the_orphans_of_the_dead_and_
             process.kill()
             process.wait()
             process.stdout.close()
+
+
+async def test_a_jump_of_the_clock_gives_no_orphan_up(tmp_path, unreachable, caplog, monkeypatch):
+    path = dead_ledger(tmp_path, *unreachable_entries(1))
+    for seconds in (0.0, 1.8e9, 1.8e9 + 60):  # a machine without a clock, before and after it asked for the time
+        monkeypatch.setattr(time, "time", lambda seconds=seconds: seconds)
+        await reap_orphans(tmp_path, repeat=True)
+    assert "given up" not in caplog.text.replace("are given up after", "")
+    assert len(ledger.read_ledger(path)[1]) == 1
+
+
+async def test_an_orphan_whose_kind_is_unknown_here_is_reported_once_and_given_up_in_the_end(tmp_path, caplog):
+    unknown = replace(entry(), reap="agentfly.gone:reap")
+    path = dead_ledger(tmp_path, unknown)
+    for _ in range(2):
+        await reap_orphans(tmp_path)
+    (message,) = caplog.messages
+    assert "another version of AgentFly" in message
+    assert "No module named 'agentfly.gone'" in message
+    today = int(time.time() // 86400)
+    ledger.rewrite_ledger(
+        path, ledger.read_ledger(path)[0], [replace(unknown, failed_days=tuple(range(today - 7, today)))]
+    )
+    await reap_orphans(tmp_path)
+    assert not path.exists()
+
+
+async def test_a_ledger_of_another_version_is_read_as_far_as_it_is_known(tmp_path):
+    path = dead_ledger(tmp_path, entry("old"))
+    path.write_text(path.read_text().replace('"failed_days": []', '"unreachable_since": 1.0'))
+    assert ledger.read_ledger(path)[1] == [entry("old")]

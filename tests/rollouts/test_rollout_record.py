@@ -490,3 +490,12 @@ async def test_a_place_that_no_record_can_be_made_at_is_told_before_anything_run
     with pytest.raises((PrerequisiteError, ConfigError), match=r"[Cc]hoose"):
         await roll(run_dir, policy=policy)
     assert not policy.asked
+
+
+@pytest.mark.parametrize("resume", [False, True])
+async def test_a_run_that_was_killed_before_its_settings_were_saved_begins_again(tmp_path, resume):
+    file_of(tmp_path).parent.mkdir(parents=True)
+    file_of(tmp_path).touch()  # as after a kill between the two files
+    result, _ = await roll(tmp_path, resume=resume)
+    assert None not in result.rewards
+    assert len(list(load_trajectories(file_of(tmp_path)))) == len(result.trajectories)

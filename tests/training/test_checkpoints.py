@@ -23,6 +23,7 @@ from agentfly.training.checkpoints import (
     read_learner_state,
     read_trainer_state,
     require_valid,
+    restore_learner,
     write_trainer_state,
 )
 from agentfly.training.sft.config import SFTConfig
@@ -274,3 +275,35 @@ def test_any_bytes_in_place_of_a_trainers_file_are_refused(tmp_path_factory, con
     }
     with pytest.raises(ConfigError, match=rf"{name} (is damaged|was written by another version)"):
         readers[name](folder.parent)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ([], "holds a list"),
+        ({"optimizer": [torch.tensor([1.0, float("nan")])]}, "not finite"),
+        ({}, "does not fit this run: KeyError"),
+        ({"steps": 1, "optimizer": "x"}, "does not fit this run"),
+    ],
+)
+def test_a_learners_state_that_cannot_be_used_is_refused_with_the_cure(tmp_path, state, message) -> None:
+    class Learner:
+        def load_state(self, state):
+            assert state["steps"] == 1
+            state["optimizer"].items()
+
+    (tmp_path / "trainer").mkdir()
+    torch.save(state, tmp_path / "trainer" / "learner.pt")
+    with pytest.raises(ConfigError, match=rf"{message}.*Resume another checkpoint"):
+        restore_learner(Learner(), tmp_path)
+
+
+def test_a_disk_that_is_full_for_torch_is_reported_as_full(tmp_path, monkeypatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+
+    def write(path: Path) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    with pytest.raises(PrerequisiteError, match=r"no space is left.*--resume"):
+        Checkpoints(tmp_path, keep=1).save(1, write)

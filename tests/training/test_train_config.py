@@ -75,3 +75,12 @@ def test_the_recipes_of_the_guide_can_be_followed() -> None:
 
 def test_every_setting_has_a_description() -> None:
     assert [name for name, field in TrainConfig.model_fields.items() if not field.description] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "trackers"),
+    [("wandb", ("wandb",)), ("tensorboard, wandb", ("tensorboard", "wandb")), ("none", ()), ("", ())],
+)
+def test_trackers_may_be_given_as_one_text(given: str, trackers: tuple[str, ...]) -> None:
+    assert TrainConfig(trackers=given).trackers == trackers  # type: ignore[arg-type]
+    assert TrainConfig(report_to=given).trackers == trackers  # type: ignore[call-arg]

@@ -59,7 +59,7 @@ def test_clipping_before_any_update_is_reported_with_remedies():
 
 
 def test_failed_tool_calls_are_reported_from_half_of_all_calls():
-    calls = {"rollouts": 9.0, "failures/infrastructure": 1.0, "tool_calls/mean": 2.5, "tool_errors/rate": 0.5}
+    calls = {"rollouts": 9.0, "failures/infrastructure": 1.0, "tool_calls/mean": 2.5, "tool_errors/rate": 1.0}
     assert sentences(calls | {"tool_errors/ToolError": 9.0}) == []
     assert sentences(calls | {"tool_errors/UnknownTool": 12.0, "tool_errors/InvalidArguments": 4.0}) == [
         "80% of the tool calls failed (UnknownTool 75%, InvalidArguments 25%)"

@@ -31,6 +31,9 @@ from agentfly.formats.toolcalls.registry import tool_call_format
 from agentfly.formats.toolcalls.tool_call_format import ToolCallFormat, message_of_turn, with_opening_marker
 from agentfly.resources.spec import ResourceSpec
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which UTF-8 cannot encode."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Subagent(Tool):
@@ -347,6 +350,8 @@ class Agent:
             text = getattr(self, name)
             if text is not None and not isinstance(text, str):
                 raise ConfigError(f"Agent({name}={text!r:.100}): it must be a text, or None.")
+            if text is not None and _SURROGATE.search(text):
+                raise ConfigError(f"Agent({name}=…): it has half a surrogate pair, which no file can hold. Remove it.")
 
     def _check_tools(self) -> None:
         for one in self.tools:

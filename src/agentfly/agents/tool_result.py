@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -16,8 +17,11 @@ from agentfly.core.errors import ToolDefinitionError, ToolError, UsageError, err
 from agentfly.core.json_values import has_own_str, score_of, to_json_line, to_json_value
 from agentfly.core.messages import Image, is_raw_image
 from agentfly.core.truncation import MAX_ECHO_CHARS, truncate_middle
+from agentfly.resources.engine.lease import NOT_AWAITED
 
 logger = logging.getLogger(__name__)
+
+_COROUTINE_TEXT = re.compile(rf"<coroutine object (\S+){re.escape(NOT_AWAITED)} at 0x[0-9a-f]+>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,7 @@ def to_tool_result(tool: str, value: Any, reported: set[str] | None = None) -> T
             generator; or the state is not a JSON value.
     """
     if isinstance(value, str):
+        _require_awaited(tool, value)
         return ToolResult(_as_text(value), image=())
     result = value if isinstance(value, ToolResult) else ToolResult(value)
     if any(map(inspect.iscoroutine, _parts(result.observation))):
@@ -94,6 +99,7 @@ def to_tool_result(tool: str, value: Any, reported: set[str] | None = None) -> T
                 "it lies in memory. Return what it holds, for instance list(…), or a text."
             )
     text, shown = _text_and_images(result.observation)
+    _require_awaited(tool, text)
     shown += result.images
     for image in shown:
         try:
@@ -109,6 +115,15 @@ def to_tool_result(tool: str, value: Any, reported: set[str] | None = None) -> T
         image=shown,
         info=_info(tool, result.info, reported if reported is not None else set()),
     )
+
+
+def _require_awaited(tool: str, text: str) -> None:
+    """Refuse the text of a coroutine of a resource, as in ``str(box.run(…))`` without ``await``."""
+    if NOT_AWAITED in text and (found := _COROUTINE_TEXT.search(text)):
+        raise ToolDefinitionError(
+            f"The tool {tool!r} returned the text of a coroutine instead of its result, {found[0]}: an `await` is "
+            f"missing before the call of {found[1]}. In a sync tool write context.wait(…)."
+        )
 
 
 def _parts(value: Any) -> Iterable[Any]:

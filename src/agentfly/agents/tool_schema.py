@@ -164,7 +164,7 @@ def _model_of(name: str, arguments: Sequence[ToolArgument]) -> type[BaseModel]:
         model: type[BaseModel] = create_pydantic_model(name, __config__=config, **fields)
         model.model_json_schema()
     except (PydanticUserError, TypeError, NameError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].partition(". Set `arbitrary_types_allowed")[0].rstrip(".")
         raise TypeError(f"{', '.join(argument.name for argument in arguments)}: {reason}") from error
     return model
 

@@ -95,7 +95,7 @@ def _checkpoint(run: Path, requested: str | None) -> tuple[int, Path]:
     if requested is None:
         valid = checkpoints.latest_valid()
         step = next(step for step, path in saved.items() if path == valid)
-    elif (number := whole_number(requested)) in saved:
+    elif (number := whole_number(requested.removeprefix("step-").lstrip("0") or "0")) in saved:
         step = number
     else:
         raise ConfigError(f"{run} has no checkpoint {requested!r}. It has {', '.join(map(str, saved))}.")

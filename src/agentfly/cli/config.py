@@ -56,10 +56,14 @@ def _matching_groups(word: str) -> list[ConfigFieldGroup]:
 
     from agentfly.cli.config_fields import field_groups, nearest_field
     from agentfly.cli.config_file import RunConfig
+    from agentfly.training.config.base import SYNONYMS
 
     groups = field_groups(RunConfig)
     if not word:
         return list(groups)
+    if meant := SYNONYMS.get(word.removeprefix("training.")):
+        typer.echo(f"{word} is called training.{meant} here.", err=True)
+        word = f"training.{meant}"
     keys = {group.key for group in groups if group.key == word or group.key.endswith(f".{word}")}
     within = [one for one in groups if one.key in keys or one.key.startswith(tuple(f"{key}." for key in keys))]
     if within:

@@ -71,7 +71,7 @@ def new_project(directory: Path) -> list[Path]:
             path = directory / file.replace(_MODULE, module)
             path.write_text(text, encoding="utf-8")
             written.append(path)
-    except PermissionError as error:
+    except OSError as error:
         raise PrerequisiteError(
             f"The project {directory} cannot be made: {error.strerror}. Name a directory that you may write."
         ) from error

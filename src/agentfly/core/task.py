@@ -37,8 +37,11 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         PrerequisiteError: pyarrow is needed and not installed.
     """
     if not path.is_file():
+        found = (
+            f"{str(path)!r} is a directory, not a file of tasks" if path.is_dir() else f"There is no file {str(path)!r}"
+        )
         raise ConfigError(
-            f"There is no file of tasks at {path}. Give the path of a file with one task a row, or tasks as a "
+            f"{found}. Give the path of a file with one task a row, or tasks as a "
             "list, such as [{'prompt': 'What is 6 times 7?', 'answer': '42'}] or ['What is 6 times 7?']."
         )
     ending = path.suffix.lower()

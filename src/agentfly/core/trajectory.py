@@ -23,7 +23,7 @@ from agentfly.core.errors import (
     error_message,
     type_of,
 )
-from agentfly.core.files import append_lines, is_whole_line
+from agentfly.core.files import append_lines, atomic_write, is_whole_line
 from agentfly.core.json_values import Brief, own_copy, score_of, to_json_line
 from agentfly.core.messages import Image, Message, ToolCall, message_from_json, message_to_json
 from agentfly.core.task import Task
@@ -410,10 +410,10 @@ def _no_trajectory(given: object, wanted: str, within: str) -> str:
 
 
 def save_trajectories(trajectories: Iterable[Trajectory], path: Path | str, *, append: bool = False) -> None:
-    """Write trajectories as JSON lines, one a line.
+    """Write trajectories as JSON lines, one per line. A new file appears only once it is complete.
 
     Args:
-        trajectories: what to write.
+        trajectories: the trajectories.
         path: the file.
         append: keep the file's content, except for a last line that a crash truncated.
     """
@@ -421,8 +421,8 @@ def save_trajectories(trajectories: Iterable[Trajectory], path: Path | str, *, a
     if append:
         append_lines(Path(path), lines)
         return
-    with Path(path).open("w", encoding="utf-8") as file:
-        file.writelines(lines)
+    with atomic_write(Path(path)) as file:
+        file.writelines(line.encode("utf-8") for line in lines)
 
 
 def load_trajectories(path: Path | str) -> Iterator[Trajectory]:

@@ -155,12 +155,14 @@ class RolloutRecord:
         self._file: FileIO | None = None
         self._writer = DedicatedThread()
         self._saved = self._read_settings() if resume else None
-        if self.path.exists() and not resume:
+        # A file that is empty and has no settings was left by a process that died before its first rollout.
+        begun = self.settings_file.exists() or (self.path.exists() and self.path.stat().st_size > 0)
+        if self.path.exists() and begun and not resume:
             raise ConfigError(
                 f"{self.path} already holds rollouts. Resume the run (resume=True; on the command line --resume), "
                 "choose another directory, or remove the file."
             )
-        if self.path.exists() and self._saved is None:
+        if self.path.exists() and begun and self._saved is None:
             raise ConfigError(
                 f"The run in {self.path} cannot be resumed: there is no {self.settings_file}, so the settings of its "
                 "rollouts are not known. Begin a new run."

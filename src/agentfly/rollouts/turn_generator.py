@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from agentfly.agents.agent import Agent
-from agentfly.core.errors import ChatFormatError, ConversationRefused, PromptTooLong, TokenInvariantError
+from agentfly.core.errors import ChatFormatError, ConversationRefused, PolicyError, PromptTooLong, TokenInvariantError
 from agentfly.core.messages import Message, ToolCall, images_of
 from agentfly.formats.chat.chat_format import ChatFormat, ParsedReply, RenderedTokens
 from agentfly.formats.chat.prefix_stability import without_own_text
@@ -302,7 +302,14 @@ class ChatTurnGenerator:
         agent = self._agent
         if agent.format.uses_chat_template:
             return generation.calls if agent.tools else ()
-        return agent.parse_calls(generation.content, first_call=self._numbers.next)
+        calls = agent.parse_calls(generation.content, first_call=self._numbers.next)
+        if generation.calls and not calls and agent.tools:
+            raise PolicyError(
+                f"The endpoint parsed a call of {generation.calls[0].name!r} itself and did not return its text, which "
+                f"the tool-call format {agent.format.name!r} needs. Set Agent(tool_call_format='model'), so that the "
+                "endpoint gets the tools and parses their calls."
+            )
+        return calls
 
     def _message(self, generation: ChatGeneration, calls: Sequence[ToolCall]) -> Message:
         """Return the turn as it is sent back."""

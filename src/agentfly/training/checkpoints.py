@@ -10,13 +10,13 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentfly.core.errors import ConfigError, PrerequisiteError, describe_error
+from agentfly.core.errors import ConfigError, PrerequisiteError, describe_error, type_of
 from agentfly.core.run_directory import numbered
 from agentfly.policies.embedded.loading import has_adapters, load_adapters, quiet_transformers, save_adapters
 from agentfly.training.evaluator import EvaluationHistory
@@ -26,6 +26,9 @@ FORMAT = 5
 
 CHECKSUM_FILE = "SHA256SUMS"
 """The file with the SHA-256 of every other file of a checkpoint, in the format of ``sha256sum --check``."""
+
+FULL_DISK_BYTES = 2**20
+"""Free bytes below which a failed write counts as that of a full disk."""
 
 T = TypeVar("T")
 
@@ -152,8 +155,9 @@ class Checkpoints:
             _write_checksums(unfinished)
             fsync_tree(unfinished)
         except Exception as error:
+            full = _is_disk_full(error, self._directory)
             shutil.rmtree(unfinished, ignore_errors=True)
-            if "No space left on device" not in str(error):  # safetensors has its own error type for it
+            if not full:
                 raise
             raise PrerequisiteError(
                 f"The checkpoint of step {step} could not be written to {self._directory}: no space is left on the "
@@ -187,6 +191,14 @@ class Checkpoints:
         unfinished = path.with_name(f".unfinished-removed-{path.name}")
         path.rename(unfinished)
         shutil.rmtree(unfinished)
+
+
+def _is_disk_full(error: Exception, directory: Path) -> bool:
+    """Return whether writing failed because the disk is full. safetensors and torch have their own errors for it."""
+    if "No space left on device" in str(error):
+        return True
+    by_torch = isinstance(error, RuntimeError) and ("inline_container" in str(error) or "iostream" in str(error))
+    return by_torch and shutil.disk_usage(directory).free < FULL_DISK_BYTES
 
 
 def find_damage(path: Path) -> str:
@@ -311,7 +323,40 @@ def read_learner_state(path: Path) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes make torch's unpickler raise any type
         raise ConfigError(f"{file} is damaged: {describe_error(error)}. Resume another checkpoint.") from None
+    if not isinstance(state, dict):
+        raise ConfigError(f"{file} is damaged: it holds {type_of(state)}. Resume another checkpoint.")
+    if not _is_finite(state):
+        raise ConfigError(f"{file} is damaged: it holds numbers that are not finite. Resume another checkpoint.")
     return state
+
+
+class _Learner(Protocol):
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+def restore_learner(learner: _Learner, path: Path) -> None:
+    """Load the learner's state of the checkpoint at ``path``.
+
+    Raises:
+        ConfigError: the file is missing or damaged, or belongs to a learner with other settings.
+    """
+    state = read_learner_state(path)
+    try:
+        learner.load_state(state)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ConfigError(
+            f"{path / 'trainer' / 'learner.pt'} does not fit this run: {describe_error(error)}. "
+            "Resume another checkpoint."
+        ) from error
+
+
+def _is_finite(value: Any) -> bool:
+    """Return whether all numbers in tensors of a learner's state are finite."""
+    if isinstance(value, torch.Tensor):
+        return not value.is_floating_point() or bool(torch.isfinite(value).all())
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    return not isinstance(value, list | tuple) or all(map(_is_finite, value))
 
 
 def write_model(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -34,8 +34,8 @@ from agentfly.training.checkpoints import (
     Checkpoints,
     TrainerState,
     load_weights,
-    read_learner_state,
     read_trainer_state,
+    restore_learner,
     write_model,
     write_trainer_state,
 )
@@ -294,7 +294,7 @@ class Trainer:
         if latest is None or saved is None:
             return learner, None
         load_weights(model, latest)
-        learner.load_state(read_learner_state(latest))
+        restore_learner(learner, latest)
         self._order.load_state(saved.order)
         evaluations = resumed_evaluations(saved, state)
         self._checkpoints.mark_best(evaluations.best_step if self._config.keep_best else None)

@@ -55,7 +55,7 @@ class TrainingDiagnostics:
         for name, count in metrics.items():
             if name.startswith(_SCORING_ERRORS):
                 self.scoring_errors[name.removeprefix(_SCORING_ERRORS)] += round(count)
-            if name.startswith(_TOOL_ERRORS) and name != f"{_TOOL_ERRORS}share":
+            if name.startswith(_TOOL_ERRORS) and name != f"{_TOOL_ERRORS}rate":
                 self.failed_calls[name.removeprefix(_TOOL_ERRORS)] += round(count)
 
     def messages(self) -> list[str]:

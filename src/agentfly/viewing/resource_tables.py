@@ -26,7 +26,7 @@ def resource_tables(runs: Sequence[LiveRun]) -> RenderableType:
     dead = [run for run in runs if run.dead]
     parts: list[RenderableType] = [_run(run) for run in live] or [Text("nothing is running")]
     left = [entry for run in dead for entry in run.started]
-    unreachable = [entry for entry in left if entry.unreachable_since is not None]
+    unreachable = [entry for entry in left if entry.failed_days]
     if reapable := len(left) - len(unreachable):
         owners = f"process {dead[0].pid}, which is dead" if len(dead) == 1 else f"{len(dead)} processes, which are dead"
         what = f"{pluralize(reapable, 'instance')} left by {owners}: agentfly resources reap removes "

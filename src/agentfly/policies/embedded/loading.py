@@ -200,7 +200,9 @@ def _weights_of(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     if base is not None:
         return merge_adapters(_weights_of(base, dtype), path)
     with quiet_transformers():
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, use_safetensors=True
+        )
     return model
 
 

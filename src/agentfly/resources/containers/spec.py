@@ -210,7 +210,8 @@ class ContainerSpec(ResourceSpec["Container"]):
             raise self._field_error("max_image_size", "write a size above 0")
         for name, least in (("memory", 16), ("disk", 1)):
             if 0 < (size := self._require_size(name)) < least * 2**20:
-                meant = f"; write '{size}MiB' if you mean that" if size >= least else ""
+                bare = str(getattr(self, name)).strip().isdecimal()  # a number without a unit counts bytes
+                meant = f"; write '{size}MiB' if you mean that" if bare and size >= least else ""
                 raise self._field_error(name, f"that is {size} bytes, and a sandbox needs at least {least}MiB{meant}")
         if self.gpus:
             raise self._field_error(

@@ -133,6 +133,9 @@ class Handle:
         raise TypeError(f"{self!r} is a live resource of one owner and can be neither copied nor pickled.")
 
 
+NOT_AWAITED = " (await is missing)"
+"""Part of the repr of a handle's coroutine, so that the text of one that was not awaited is recognised."""
+
 # The slot is read and set through its descriptor, because a handle forwards every other attribute to its resource.
 _state_slot: Any = vars(Handle)["_Handle__state"]
 _state_of: Callable[[Any], _HandleState] = _state_slot.__get__
@@ -160,6 +163,7 @@ def _wrap_method(handle: Handle, method: Callable[..., Any]) -> Callable[..., An
         async def call_async(*args: Any, **kwargs: Any) -> Any:
             return await _call_coroutine(handle, method, args, kwargs)
 
+        call_async.__qualname__ += NOT_AWAITED
         return call_async
 
     @functools.wraps(method)
@@ -306,6 +310,7 @@ class _CoroutineMethod:
         async def call_async(handle: Handle, *args: Any, **kwargs: Any) -> Any:
             return await _call_coroutine(handle, getattr(_resource_of(handle), name), args, kwargs)
 
+        call_async.__qualname__ += NOT_AWAITED
         self._name = name
         self._call = call_async
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agentfly.core.errors import ResourceUnreachable, describe_error
+from agentfly.core.errors import ResourceUnreachable, describe_error, error_message
 from agentfly.core.files import is_same_file, try_lock
 from agentfly.core.threads.pool import run_in_thread
 from agentfly.core.user_directories import state_directories
@@ -33,7 +33,7 @@ STALE_DRAFT_S = 3600.0
 
 
 UNREACHABLE_DAYS = 7
-"""Days without any answer from its host, since the first attempt, after which an orphan is given up."""
+"""Number of days with failed attempts after which an orphan is given up, if its host does not answer."""
 
 MAX_LOGGED_TRACES = 10
 """Maximum number of orphans whose traces are logged when they are given up."""
@@ -87,10 +87,11 @@ def _log_unreachable(failed: list[tuple[LedgerEntry, Exception]], repeat: bool) 
     """Log unreachable orphans: one line for those that are kept, and one for those that are given up."""
     given_up = [one for one in failed if _is_given_up(*one)]
     kept = [one for one in failed if not _is_given_up(*one)]
-    if reported := [one for one in kept if repeat or one[0].unreachable_since is None]:
+    if reported := [one for one in kept if repeat or not one[0].failed_days]:
         logger.warning(
-            "%s could not be removed, because their host does not answer. Start it and run `agentfly resources reap`. "
-            "They are given up after %d days. %s",
+            "%s could not be removed, because their host does not answer, or another version of AgentFly started them. "
+            "Start the host, or use that version, and run `agentfly resources reap`. They are given up after tries on "
+            "%d days. %s",
             _counted(reported),
             UNREACHABLE_DAYS,
             describe_error(reported[0][1]),
@@ -98,8 +99,8 @@ def _log_unreachable(failed: list[tuple[LedgerEntry, Exception]], repeat: bool) 
     if given_up:
         traces = list(dict.fromkeys(str(dict(entry.traces)) for entry, _ in given_up))
         logger.warning(
-            "%s were given up, because their host has not answered for %d days. If it is started again, remove them "
-            "manually. Their traces: %s%s",
+            "%s were given up after tries on %d days, because their host did not answer or their kind is unknown. "
+            "Remove them manually if they still exist. Their traces: %s%s",
             _counted(given_up),
             UNREACHABLE_DAYS,
             "; ".join(traces[:MAX_LOGGED_TRACES]),
@@ -146,22 +147,26 @@ async def _reap_ledger(path: Path, failed: list[tuple[LedgerEntry, Exception]]) 
 
 
 def _marked(entry: LedgerEntry, error: Exception) -> LedgerEntry:
-    """Return the entry of an orphan that stays in its ledger, with the time at which it became unreachable."""
+    """Return the entry of an orphan that stays in its ledger, with the days on which its removal failed."""
     if not isinstance(error, ResourceUnreachable):
-        return replace(entry, unreachable_since=None)
-    return replace(entry, unreachable_since=entry.unreachable_since or time.time())
+        return replace(entry, failed_days=())
+    return replace(entry, failed_days=tuple(sorted({*entry.failed_days, int(time.time() // 86400)})))
 
 
 def _is_given_up(entry: LedgerEntry, error: Exception) -> bool:
-    """Return whether the host of an orphan has not answered for so long that the orphan is given up."""
-    since = entry.unreachable_since if isinstance(error, ResourceUnreachable) else None
-    return since is not None and time.time() - since > UNREACHABLE_DAYS * 86400
+    """Return whether an orphan is given up, because its removal failed on `UNREACHABLE_DAYS` earlier days."""
+    earlier = {*entry.failed_days} - {int(time.time() // 86400)}
+    return isinstance(error, ResourceUnreachable) and len(earlier) >= UNREACHABLE_DAYS
 
 
 async def _reap_entry(entry: LedgerEntry) -> Exception | None:
     """Remove an orphan. Return the error if it could not be removed."""
     try:
-        await run_reap(import_object(entry.reap or ""), dict(entry.traces))
+        reap = import_object(entry.reap or "")
+    except Exception as error:  # of another version, or of a project that this process cannot import
+        return ResourceUnreachable(f"What removes a {entry.kind} cannot be imported here: {error_message(error)}")
+    try:
+        await run_reap(reap, dict(entry.traces))
     except Exception as error:
         return error
     return None

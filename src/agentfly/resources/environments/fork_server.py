@@ -22,6 +22,7 @@ from agentfly.resources.environments.private_directory import PrivateDirectory
 from agentfly.resources.environments.process_supervisor import SupervisorConfig
 from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.process.child import minimal_environment, python_command, search_path
+from agentfly.resources.process.ledger import REMOVE_DIRECTORY, CleanupRecord
 from agentfly.resources.process.procfs import start_time
 from agentfly.resources.spec import typed_key
 
@@ -130,8 +131,10 @@ class ForkServer:
             with far:
                 _write(parcel, dumps((self._factory,), ("factory",)))
                 self._directory = PrivateDirectory("imports")
-                self._directory.make()
-                self._process = self._spawn(self._directory, far, parcel)
+                traces = {"directory": str(self._directory.path)}
+                with CleanupRecord("imports", REMOVE_DIRECTORY, traces):  # then the process's supervisor removes it
+                    self._directory.make()
+                    self._process = self._spawn(self._directory, far, parcel)
         except BaseException:
             near.close()
             self.close()

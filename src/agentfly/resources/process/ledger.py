@@ -17,7 +17,7 @@ import os
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,8 +46,8 @@ class LedgerEntry:
         reap: the address of the function that removes it by its traces; None when nothing outlives the process.
         traces: the argument of that function.
         started: when it was recorded, in seconds since the epoch.
-        unreachable_since: when its removal first failed because its host did not answer, in seconds since the epoch;
-            None if it has not.
+        failed_days: the days, as numbers since the epoch, on which its removal failed because its host did not answer
+            or its kind is unknown. Days are counted, not hours, so that a jump of the clock does not give it up.
     """
 
     instance: str
@@ -55,7 +55,10 @@ class LedgerEntry:
     reap: str | None
     traces: Mapping[str, Any] = field(default_factory=dict)
     started: float = 0.0
-    unreachable_since: float | None = None
+    failed_days: tuple[int, ...] = ()
+
+
+_ENTRY_FIELDS = frozenset(field.name for field in fields(LedgerEntry))
 
 
 def list_files(directory: Path) -> list[Path]:
@@ -229,9 +232,10 @@ def read_ledger(path: Path) -> tuple[ProcessIdentity | None, list[LedgerEntry]]:
             elif "gone" in line:
                 entries.pop(line["gone"], None)
             else:
-                entry = LedgerEntry(**line["entry"])
+                saved = {name: value for name, value in line["entry"].items() if name in _ENTRY_FIELDS}
+                entry = LedgerEntry(**{**saved, "failed_days": tuple(saved.get("failed_days", ()))})
                 entries[entry.instance] = entry
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, AttributeError):
             return None, []
     return owner, list(entries.values())
 

@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
 from agentfly.core.errors import ConfigError
 from agentfly.core.registry import Registry
@@ -321,6 +330,14 @@ class TrainConfig(BaseConfig):
                 changes[name] = {one: getattr(held, one) for one in held.model_fields_set} | changes[name]
         kept = OwnCode(lambda reference, field: self._own[reference])
         return TrainConfig.model_validate({**given, **changes}, context=kept if self._own else None)
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _split_names(cls, value: Any) -> Any:
+        """Accept one name, or several with commas, as other frameworks do."""
+        if not isinstance(value, str):
+            return value
+        return tuple(name for name in map(str.strip, value.split(",")) if name and name != "none")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

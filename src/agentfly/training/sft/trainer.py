@@ -33,8 +33,8 @@ from agentfly.rollouts.rollout_record import describe_differences
 from agentfly.training.checkpoints import (
     Checkpoints,
     load_weights,
-    read_learner_state,
     read_state,
+    restore_learner,
     write_model,
     write_state_files,
 )
@@ -294,7 +294,7 @@ class SFTTrainer:
         learner = SFTLearner(self._policy.model, self._config, updates=self._updates)
         if latest is not None:
             load_weights(self._policy.model, latest)
-            learner.load_state(read_learner_state(latest))
+            restore_learner(learner, latest)
         remove_after(self._run, None if latest is None else learner.updates_done)
         return learner
 

@@ -1,1 +1,1 @@
-"""Studies and comparisons with other frameworks: what the project measures for itself, not part of the package."""
+"""Studies and comparisons with other frameworks. They are not part of the package."""

@@ -1,9 +1,9 @@
-"""Mate in two: endgames against Stockfish, which each rollout has to itself, and a policy that knows the moves.
+"""Mate in two: endgames against Stockfish, with one engine per rollout, and a policy that knows the moves.
 
     python examples/chess_with_stockfish.py
 
 It needs the program Stockfish (`apt install stockfish`) and the package `chess` (`pip install chess`), and no model:
-the policy is scripted. Give `af.run` no policy, and the agent's model plays instead.
+the policy is scripted. Without the argument ``policy`` of `af.run`, the agent's model plays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATH = f"{os.environ.get('PATH', '')}:/usr/games"  # where Debian puts it
 
 
 class Endgame:
-    """A game of chess from a position on. The one who moves first plays against Stockfish."""
+    """A game of chess from a given position. The player who moves first plays against Stockfish."""
 
     def __init__(self, nodes: int) -> None:
         program = shutil.which("stockfish", path=PATH)
@@ -42,7 +42,7 @@ class Endgame:
         return str(self.board)
 
     def play(self, move: str) -> str:
-        """Play a move and have it answered; what the board says then. An illegal move raises a ValueError."""
+        """Play a move, let Stockfish answer, and return the board. An illegal move raises a ValueError."""
         self.board.push_uci(move)
         if self.board.is_game_over():
             return f"The game is over: {self.board.result()}."
@@ -59,7 +59,7 @@ class Endgame:
         return [move.uci() for move in self.board.move_stack]
 
     def has_won(self) -> bool:
-        """Whether the one who moved first has mated."""
+        """Return whether the player who moved first has mated."""
         outcome = self.board.outcome()
         return outcome is not None and outcome.winner == self.colour
 

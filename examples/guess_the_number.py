@@ -2,7 +2,7 @@
 
     python examples/guess_the_number.py
 
-It needs no model: the policy is scripted. Give `af.run` no policy, and the agent's model plays instead.
+It needs no model: the policy is scripted. Without the argument ``policy`` of `af.run`, the agent's model plays.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ENOUGH_GUESSES = 7  # halving 100 numbers needs no more
 
 
 class GuessTheNumber:
-    """The game. It knows nothing of AgentFly; any object with methods will do."""
+    """The game. It does not depend on AgentFly: any object with methods can be an environment."""
 
     def __init__(self, highest: int) -> None:
         self.highest = highest

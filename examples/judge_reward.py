@@ -29,12 +29,12 @@ ANSWERS = {
 
 
 def answer(conversation: str, turn: int) -> str:
-    """The model that is judged."""
+    """The model whose responses are graded."""
     return next(text for word, text in ANSWERS.items() if word in conversation)
 
 
 def grade(prompt: str, turn: int) -> str:
-    """The model that judges. Like a real one, it does not always do as it was told."""
+    """The model that grades. Like a real one, it does not always follow its instructions."""
     if "best colour" in prompt:
         return "That is a matter of taste."
     expected, given = re.findall(r"(?:Expected|Answer): (.*)", prompt)
@@ -42,7 +42,7 @@ def grade(prompt: str, turn: int) -> str:
 
 
 class Judge:
-    """Asks the judging model, and reads its score."""
+    """Asks the grading model, and reads its score."""
 
     def __init__(self) -> None:
         self.model = af.ScriptedPolicy(grade, seconds=0.05)
@@ -66,7 +66,7 @@ JUDGE = af.EnvironmentSpec(factory=Judge, capacity=1, max_concurrency=2)
 
 @af.reward
 async def judged(prompt: str, response: str, key: str, context: af.Context) -> float:
-    """What the judge says, from 0 to 1. Where it says nothing usable, the rollout is unscored, never scored 0."""
+    """The judge's score, from 0 to 1. Without a valid score, the rollout is unscored, never scored 0."""
     judge = await context.acquire(JUDGE, scope="global")
     return float(await judge.score(prompt, key, response))
 

@@ -1,9 +1,9 @@
-"""An agent that runs Python and shell commands in a sandbox of its own.
+"""An agent that runs Python and shell commands in its own sandbox.
 
     python examples/python_sandbox_agent.py
 
-Each rollout gets a sandbox at its first tool call, keeps it in all its turns, and gives it back at its end; no line
-here says so. It needs no model: the policy is scripted.
+Each rollout gets a sandbox at its first tool call, keeps it for all turns, and releases it at its end. The engine does
+this; the example needs no code for it. It needs no model: the policy is scripted.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""ScienceWorld: experiments in a simulated laboratory, one Java virtual machine for each, solved by its own solutions.
+"""ScienceWorld: experiments in a simulated laboratory, in one Java virtual machine each.
 
     python examples/science_world.py
 
 It needs Java (`apt install default-jre-headless`) and the package `scienceworld` (`pip install scienceworld`), and no
-model: the policy is scripted. Give `af.run` no policy, and the agent's model plays instead.
+model: the policy plays the solutions of the simulator. Without the argument ``policy`` of `af.run`, the agent's model
+plays.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Laboratory:
         self.world = simulator.ScienceWorldEnv()
 
     def reset(self, task: str = "", variation: int = 0, simplifications: str = "easy") -> str:
-        """Begin a task; what is to be done. Without a task, nothing is begun: the next one to use it will."""
+        """Start a task and return its description. Without a task, do nothing."""
         self.task = task, variation, simplifications
         self.score = 0.0
         if not task:
@@ -48,9 +49,9 @@ class Laboratory:
         return str(self.world.get_task_description())
 
     def step(self, action: str) -> dict[str, Any]:
-        """Do something; what comes of it, what it adds to the score (1 is full, below 0 all is lost), and more."""
+        """Act, and return the observation, the earned score (1 is the maximum; below 0 is a failure), and more."""
         if not self.task[0]:
-            raise RuntimeError("No task has begun.")
+            raise RuntimeError("No task was started.")
         # `ScienceWorldEnv.step` also lists every action that is possible, which takes ten times as long.
         server = self.world.server
         observation, before, self.score = str(server.step(action)), self.score, float(server.getScore())
@@ -58,7 +59,7 @@ class Laboratory:
         return {"observation": observation, "gain": self.score - before, "over": over, "valid": observation != INVALID}
 
     def solution(self) -> list[str]:
-        """Actions that lead to the full score. The task begins anew."""
+        """Return actions that lead to the full score. This restarts the task."""
         task, variation, simplifications = self.task
         self.world.load(task, variation, simplifications, generateGoldPath=True)
         solution = self.world.get_gold_action_sequence()
@@ -98,7 +99,7 @@ async def act(action: str, context: af.Context) -> af.ToolResult:
 
 @af.reward
 def score(trajectory: af.Trajectory) -> float:
-    """What all actions have added to the score; 0 if all is lost."""
+    """The score that all actions have earned; 0 after a failure."""
     gains = [call.reward for turn in trajectory.turns for call in turn.tool_results if call.reward is not None]
     return max(0.0, round(sum(gains), 6))
 
@@ -109,7 +110,7 @@ EXPERIMENTS = [("find-non-living-thing", 0), ("find-animal", 0), ("lifespan-shor
 
 
 async def solve(experiments: list[tuple[str, int]]) -> dict[str, tuple[af.Task, list[str]]]:
-    """For the text of each task, the task and how it is solved."""
+    """Return each task with its solution, by the text of the task."""
     solved = {}
     async with af.ResourceEngine() as engine:
 

@@ -1,1 +1,1 @@
-"""Studies: training runs that differ in one thing, under several seeds, laid beside one another."""
+"""Studies: comparisons of training runs that differ in one setting, with several seeds."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.studies STUDY``: compare training runs that differ in one thing, under several seeds."""
+"""``python -m benchmarks.studies STUDY``: compare training runs that differ in one setting, with several seeds."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def study(
         str,
         typer.Argument(
             metavar="STUDY",
-            help="chain-vs-step, grpo-vs-gigpo or retokenization; or one of your own, as path/file.py:NAME.",
+            help="chain-vs-step, grpo-vs-gigpo or retokenization; or your own, as path/file.py:NAME.",
         ),
     ],
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[key=value]...", help="Fields to override in all runs.")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each arm, with the seeds 1, 2, …")] = 3,
-    workers: Annotated[int, typer.Option(min=1, help="Runs at a time, each with one processor thread.")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help="Number of concurrent runs, each with one CPU thread.")] = 2,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where its files go; studies/STUDY if not given.")
+        Path | None, typer.Option(metavar="DIR", help="Directory of the files; studies/STUDY by default.")
     ] = None,
 ) -> None:
-    """Compare ways of training: make the runs of a study, its table and its curves.
+    """Compare training methods: make the runs of a study, its table and its curves.
 
-    Runs that are finished in DIR are not made again, and those that were stopped go on. In DIR are then the runs,
-    curves.svg, table.md and findings.json.
+    Finished runs in DIR are not repeated, and interrupted runs are resumed. DIR then contains the runs, curves.svg,
+    table.md and findings.json.
     """
     from agentfly.core import signals
     from benchmarks.studies.picture import draw, require_matplotlib
@@ -64,7 +64,7 @@ def _study(name: str) -> Study:
     """Return the study with this name, or the one that a reference names.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such study.
     """
     from agentfly.core.references import load_reference
     from benchmarks.studies.catalog import STUDIES
@@ -76,7 +76,7 @@ def _study(name: str) -> Study:
         return STUDIES[name]
     found = load_reference(name, base=Path.cwd(), field="study")
     if not isinstance(found, Study):
-        raise ConfigError(f"{name} is {type_of(found)}, and not a Study.")
+        raise ConfigError(f"{name} is {type_of(found)}, not a Study.")
     return found
 
 

@@ -1,4 +1,4 @@
-"""The curves of a study as a picture: the mean of each arm's runs, the range over seeds, and each run, thin."""
+"""The curves of a study as a picture: for each arm the mean, the range over seeds, and a thin line per run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH, HEIGHT = 4.6, 3.2
-"""Inches that one curve gets."""
+"""Size of one curve, in inches."""
 
 
 def require_matplotlib() -> None:
@@ -28,7 +28,8 @@ def require_matplotlib() -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise PrerequisiteError(
-            "Drawing the curves of a study needs matplotlib, not installed here. Get it with: pip install matplotlib"
+            "Drawing the curves of a study needs matplotlib, which is not installed. Install it with: "
+            "pip install matplotlib"
         )
 
 

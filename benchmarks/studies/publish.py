@@ -1,8 +1,8 @@
-"""Put what studies found into `docs/results`: their curves beside the pages, and their tables into them.
+"""Publish the results of studies in `docs/results`: tables in the pages, and curves beside them.
 
     python benchmarks/studies/publish.py DIR [DIR ...]
 
-A DIR is what ``python -m benchmarks.studies NAME --out DIR`` has written. Its table goes below the line
+``python -m benchmarks.studies NAME --out DIR`` writes a DIR. Its table goes below the line
 ``<!-- study: NAME -->`` of a page and replaces the lines up to ``<!-- end -->``. Its curves become ``NAME.svg``.
 """
 
@@ -18,19 +18,21 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 def put(study: Path) -> Path:
-    """Put one study into its page, and return that.
+    """Publish one study in its page, and return the page.
 
     Raises:
-        ValueError: no page, or more than one, has a place for it.
+        ValueError: no page, or more than one, has the marker of the study.
     """
     name = json.loads((study / "study.json").read_text(encoding="utf-8"))["study"]
-    place = re.compile(rf"(<!-- study: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-    pages = [page for page in RESULTS.glob("*.md") if place.search(page.read_text(encoding="utf-8"))]
+    marker = re.compile(rf"(<!-- study: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+    pages = [page for page in RESULTS.glob("*.md") if marker.search(page.read_text(encoding="utf-8"))]
     if len(pages) != 1:
-        raise ValueError(f"{len(pages)} pages of {RESULTS} have a place for the study {name!r}; it must be one.")
+        raise ValueError(
+            f"{len(pages)} pages of {RESULTS} have the marker of the study {name!r}. Exactly one page must have it."
+        )
     table = (study / "table.md").read_text(encoding="utf-8")
-    told = f"\n{table}\n![the curves of {name}]({name}.svg)\n\n"
-    text = place.sub(lambda found: found[1] + told + found[2], pages[0].read_text(encoding="utf-8"))
+    section = f"\n{table}\n![the curves of {name}]({name}.svg)\n\n"
+    text = marker.sub(lambda found: found[1] + section + found[2], pages[0].read_text(encoding="utf-8"))
     pages[0].write_text(text, encoding="utf-8")
     shutil.copy(study / "curves.svg", RESULTS / f"{name}.svg")
     return pages[0]

@@ -1,4 +1,4 @@
-"""Findings: what the finished runs of a study came to, as values, and as text for people."""
+"""The results of the finished runs of a study, as values and as Markdown tables."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ UNKNOWN = "-"
 
 @dataclass(frozen=True)
 class SeedSpread:
-    """Values of some runs.
+    """The spread of a number over runs.
 
     Attributes:
-        mean, low, high: their mean, the least and the greatest.
-        margin: half the width of the 95 % interval of the mean by Student's t, as if the runs were drawn from a normal
-            distribution; None for fewer than two.
-        count: how many they are.
+        mean, low, high: mean, smallest and largest value.
+        margin: half the width of the 95 % interval of the mean by Student's t, which assumes a normal distribution;
+            None for fewer than two values.
+        count: number of values.
     """
 
     mean: float
@@ -34,7 +34,7 @@ class SeedSpread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> SeedSpread:
-        """The spread of at least one value."""
+        """Return the spread of one or more values."""
         return cls(fmean(values), min(values), max(values), _margin(values), len(values))
 
 
@@ -46,12 +46,12 @@ def _margin(values: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True)
 class StudyResults:
-    """What a study found.
+    """The results of a study.
 
     Attributes:
         study: the study.
         runs: its finished runs.
-        numbers: for each run and figure, by its title, the number; None where the run has none.
+        numbers: for each run, its numbers by the titles of the figures; None if the run has no such number.
     """
 
     study: Study
@@ -60,17 +60,17 @@ class StudyResults:
 
     @classmethod
     def of(cls, study: Study, runs: Sequence[StudyRun]) -> StudyResults:
-        """Read the figures of runs."""
+        """Read the figures of the runs."""
         return cls(study, runs, [{figure.title: figure.of(run.directory) for figure in study.figures} for run in runs])
 
     def of_arm(self, arm: str, figure: Figure) -> list[float]:
-        """The numbers that the runs of an arm have, in the order of seeds."""
+        """Return the known numbers of an arm's runs, in the order of seeds."""
         numbers = zip(self.runs, self.numbers, strict=True)
         found = [number[figure.title] for run, number in numbers if run.arm.name == arm]
         return [number for number in found if number is not None]
 
     def as_json(self) -> dict[str, Any]:
-        """The numbers of every run, and their spread by arm."""
+        """Return the numbers of every run, and their spread by arm."""
         return {
             "study": self.study.name,
             "question": self.study.question,
@@ -85,9 +85,9 @@ class StudyResults:
         }
 
     def as_markdown(self) -> str:
-        """The arms beside one another, then every run, as tables."""
+        """Return a table of the arms and a table of all runs."""
         figures = self.study.figures
-        arms = [[arm.title, *(self._told(arm.name, figure) for figure in figures)] for arm in self.study.arms]
+        arms = [[arm.title, *(self._spread_text(arm.name, figure) for figure in figures)] for arm in self.study.arms]
         runs = [
             [run.arm.title, str(run.seed), *(_written(numbers[figure.title], figure) for figure in figures)]
             for run, numbers in zip(self.runs, self.numbers, strict=True)
@@ -95,8 +95,8 @@ class StudyResults:
         titles = [figure.title for figure in figures]
         return "\n\n".join([_table(["arm", *titles], arms), _table(["arm", "seed", *titles], runs)])
 
-    def _told(self, arm: str, figure: Figure) -> str:
-        """The mean with the range over seeds, and how many have a number where not all do."""
+    def _spread_text(self, arm: str, figure: Figure) -> str:
+        """Return the mean with the range over seeds, and the number of runs with a value if some have none."""
         numbers = self.of_arm(arm, figure)
         if not numbers:
             return UNKNOWN

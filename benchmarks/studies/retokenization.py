@@ -1,15 +1,15 @@
-"""Re-tokenization: rows as a system would have them that keeps text between sampling and training.
+"""Re-tokenization: the rows of a system that keeps text, not ids, between sampling and training.
 
-An experiment, and nothing else: it does to rows what is a fault everywhere else in this package, so that the fault can
-be measured by ``python -m benchmarks.studies retokenization``. As a program it is ``agentfly`` with this fault.
+This is an experiment. It introduces a fault that the package avoids, so that ``python -m benchmarks.studies
+retokenization`` can measure it. Run as a program, it is ``agentfly`` with this fault.
 
-Such a system keeps a conversation as messages. For training it renders them by the chat template, encodes the whole
-text at once, and finds what the assistant said by the characters where it stands. Here the text of a row is that which
-its ids spell, which is what rendering gives where a template repeats what was said. What then happens to log-probs:
+Such a system keeps a conversation as messages. For training it renders them with the chat template, encodes the whole
+text at once, and finds the assistant's turns by their character positions. Here the text of a row is decoded from its
+ids. A template that repeats turns unchanged renders the same text. The log-probs change as follows:
 
-* a token that is the sampled one, at the place that it has in the row, keeps the log-prob it was sampled under;
-* another one, which nobody sampled, has none. It gets the one that the weights say before the update
-  (`with_own_logprobs`), as where a trainer computes the old log-probs itself: its probability ratio is 1.
+* A token that equals the sampled token at the same position keeps its rollout log-prob.
+* Any other token was not sampled and has no rollout log-prob. It gets the log-prob under the weights before the update
+  (`with_own_logprobs`), like a trainer that computes old log-probs itself. Its probability ratio is 1.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class RetokenizedRows:
     """Rows whose text was encoded again.
 
     Attributes:
-        rows: the rows, in their order. The log-prob of a token that nobody sampled is NaN.
-        changed_rows: how many have other ids, or another mask, than they were sampled with.
-        sampled_tokens: how many tokens were sampled in all.
-        lost_tokens: how many of them are not trained, because others stand in their place.
-        foreign_tokens: how many tokens are trained that nobody sampled.
+        rows: the rows, in their order. The log-prob of a token that was not sampled is NaN.
+        changed_rows: number of rows whose ids or mask changed.
+        sampled_tokens: number of sampled tokens.
+        lost_tokens: number of sampled tokens that other tokens replaced, so that they are not trained.
+        foreign_tokens: number of trained tokens that were not sampled.
     """
 
     rows: tuple[Row, ...]
@@ -57,7 +57,7 @@ class RetokenizedRows:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What was changed, as metrics of a training step."""
+        """The changes as metrics of a training step."""
         sampled = max(self.sampled_tokens, 1)
         return {
             "retokenization/changed_rows_fraction": self.changed_rows / max(len(self.rows), 1),
@@ -67,10 +67,10 @@ class RetokenizedRows:
 
 
 def retokenize(rows: Sequence[Row], tokenizer: PreTrainedTokenizerFast) -> RetokenizedRows:
-    """The rows with ids made of their text again. A row none of whose sampled text is left over keeps its ids.
+    """Return the rows with the ids of their re-encoded text. A row without any remaining sampled text keeps its ids.
 
     Raises:
-        ConfigError: a row holds images, whose placeholders text does not tell.
+        ConfigError: a row has images, whose placeholders cannot be found in text.
     """
     again = [_encoded_again(row, tokenizer) for row in rows]
     pairs = list(zip(rows, again, strict=True))
@@ -89,7 +89,7 @@ def retokenize(rows: Sequence[Row], tokenizer: PreTrainedTokenizerFast) -> Retok
 
 
 def with_own_logprobs(rows: Sequence[Row], model: PreTrainedModel, temperature: float) -> list[Row]:
-    """The rows with the log-probs that ``model`` gives, where the behaviour's are missing."""
+    """Return the rows with missing rollout log-probs replaced by the log-probs of ``model``."""
     complete = []
     for row in rows:
         if any(map(math.isnan, row.target_logprobs)):
@@ -104,7 +104,7 @@ def with_own_logprobs(rows: Sequence[Row], model: PreTrainedModel, temperature: 
 
 
 def retokenizing_updater(temperature: float) -> type[PolicyUpdater]:
-    """A `PolicyUpdater` that trains on re-tokenized text. Its metrics say what that changed.
+    """A `PolicyUpdater` that trains on re-tokenized text. Its metrics count the changes.
 
     Args:
         temperature: sampling temperature of the tokens.
@@ -125,7 +125,7 @@ def retokenizing_updater(temperature: float) -> type[PolicyUpdater]:
 
 def _encoded_again(row: Row, tokenizer: PreTrainedTokenizerFast) -> Row:
     if row.images:
-        raise ConfigError("A row holds images, whose placeholders text does not tell, so it cannot be re-tokenized.")
+        raise ConfigError("A row has images and cannot be re-tokenized: their placeholders cannot be found in text.")
     text, spoken = _spelled(row, tokenizer)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids: list[int] = encoded["input_ids"]
@@ -147,7 +147,7 @@ def _encoded_again(row: Row, tokenizer: PreTrainedTokenizerFast) -> Row:
 
 
 def _spelled(row: Row, tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a row, and where in it the sampled parts begin and end."""
+    """Return the text of a row, and the character ranges of its sampled parts."""
     text = ""
     spoken = []
     for sampled, part in itertools.groupby(range(len(row)), key=lambda place: row.loss_mask[place]):
@@ -160,7 +160,7 @@ def _spelled(row: Row, tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[tu
 
 
 def _same_places(row: Row, ids: Sequence[int], mask: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The places of tokens that were sampled and are to be trained, in the row and in the new ids."""
+    """Return the positions of trained sampled tokens in the row and in the new ids."""
     matcher = difflib.SequenceMatcher(None, list(row.ids), list(ids), autojunk=False)
     for old, new, length in matcher.get_matching_blocks():
         for offset in range(length):
@@ -169,7 +169,7 @@ def _same_places(row: Row, ids: Sequence[int], mask: Sequence[int]) -> Iterator[
 
 
 def _turns(row: Row, mask: Sequence[int]) -> tuple[RowTurn, ...]:
-    """The row's turns at their new places; none where they cannot be told apart any more."""
+    """Return the row's turns at their new positions; none if they can no longer be separated."""
     parts = [
         [place for place, _ in part]
         for sampled, part in itertools.groupby(enumerate(mask), key=lambda pair: pair[1])

@@ -1,4 +1,4 @@
-"""run_study: make a study's runs, some at a time, each a training run with a directory of its own."""
+"""run_study: make the training runs of a study, several at a time, each in its own directory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StudyRun:
     """One run of a study.
 
     Attributes:
-        arm: how it trains.
+        arm: its training method.
         seed: its seed, from 1.
         directory: its files.
     """
@@ -42,18 +42,18 @@ class StudyRun:
 
     @property
     def label(self) -> str:
-        """What it is called."""
+        """Name of the run for messages."""
         return f"{self.arm.name}, seed {self.seed}"
 
     @property
     def finished(self) -> bool:
-        """Whether it has come to its end, by its last step or by ``early_stop``, and has its last checkpoint still."""
+        """Whether the run has ended, by its last step or ``early_stop``, and its last checkpoint still exists."""
         if not self._finished_file.is_file():
             return False
         return (self.directory.checkpoints / self._finished_file.read_text(encoding="utf-8").strip()).is_dir()
 
     def note_finished(self) -> None:
-        """Note that it has come to its end, and at which checkpoint."""
+        """Record that the run has ended, and its last checkpoint."""
         _, last = numbered(self.directory.checkpoints.glob("step-*"), "step-")[-1]
         replace_text(self._finished_file, f"{last.name}\n")
 
@@ -63,7 +63,7 @@ class StudyRun:
 
 
 def study_runs(study: Study, out: Path, seeds: int) -> list[StudyRun]:
-    """The runs of a study, those of one seed side by side."""
+    """Return the runs of a study, ordered by seed."""
     return [
         StudyRun(arm, seed, RunDirectory(out / "runs" / f"{arm.name}-{seed}"))
         for seed in range(1, seeds + 1)
@@ -74,21 +74,21 @@ def study_runs(study: Study, out: Path, seeds: int) -> list[StudyRun]:
 async def run_study(
     study: Study, out: Path, *, seeds: int = 3, workers: int = 2, words: Sequence[str] = (), report: Report
 ) -> list[StudyRun]:
-    """Make the runs of a study that are not made yet. What was stopped goes on from its last checkpoint.
+    """Make the missing runs of a study. Interrupted runs resume from their last checkpoint.
 
-    Each run is a process of its own with one thread, ``agentfly train`` with the arm's words.
+    Each run is its own process with one thread: ``agentfly train`` with the overrides of the arm.
 
     Args:
         study: the study.
-        out: directory of its files; the runs lie in ``runs`` in it.
+        out: directory of the files; its folder ``runs`` contains the runs.
         seeds: number of runs of each arm, with the seeds 1, 2, …
-        workers: number of runs at a time; as many as there are processor cores is right.
+        workers: number of concurrent runs; the number of CPU cores is a good value.
         words: further overrides for all runs.
-        report: is told what begins and ends, in lines.
+        report: called with a line when a run starts or ends.
 
     Raises:
-        ConfigError: ``out`` holds runs of another study, or of other words.
-        RunFailed: a run ended with an error; the others go on to their end first.
+        ConfigError: ``out`` contains runs of another study, or with other overrides.
+        RunFailed: a run ended with an error. It is raised when all other runs have ended.
     """
     _claim(study, out, words)
     runs = study_runs(study, out, seeds)
@@ -114,17 +114,17 @@ async def run_study(
 
 
 def _claim(study: Study, out: Path, words: Sequence[str]) -> None:
-    """Note in ``out`` what its runs are of, or see that it is the same.
+    """Record the study in ``out``, or check that ``out`` belongs to it.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: ``out`` belongs to another study.
     """
     arms = {arm.name: [arm.program, *arm.words] for arm in study.arms}
     claim = {"study": study.name, "config": study.config, "words": [*study.words, *words], "arms": arms}
     file = out / "study.json"
     if file.is_file() and json.loads(file.read_text(encoding="utf-8")) != claim:
         raise ConfigError(
-            f"{out} holds runs of another study, or with other settings ({file} says which). Choose another directory "
+            f"{out} contains runs of another study, or with other settings (see {file}). Choose another directory "
             "(--out), or remove it."
         )
     out.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def _claim(study: Study, out: Path, words: Sequence[str]) -> None:
 
 
 async def _train(run: StudyRun, study: Study, words: Sequence[str]) -> str | None:
-    """Make one run; the end of what it said if it failed."""
+    """Make one run. Return the end of its output if it failed."""
     path = run.directory.path
     if run.directory.config_file.is_file():
         asked = ["--resume", str(path)]
@@ -158,7 +158,7 @@ async def _train(run: StudyRun, study: Study, words: Sequence[str]) -> str | Non
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """End a run in good order, or after a while in whatever order."""
+    """End a run cleanly, or kill it after a time limit."""
     process.terminate()
     try:
         await asyncio.wait_for(process.wait(), _STOP_SECONDS)
@@ -168,5 +168,5 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """One thread a run: several that share cores would wait for one another."""
+    """Return an environment with one thread per run, so that concurrent runs do not compete for cores."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -1,4 +1,4 @@
-"""Study: which runs are compared, and what is looked at in them. Data, from which `run_study` does the rest."""
+"""Study: the definition of a comparison: its runs, curves and figures. `run_study` makes the runs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ _NAME = re.compile(r"[\w-]+")
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of training that is compared.
+    """One of the compared training methods.
 
     Attributes:
         name: names its runs' directories; letters, digits, ``-`` and ``_``.
-        title: what it is called in pictures and tables.
-        words: what it overrides of the study's configuration, as words of ``agentfly train``:
-            ``"training.strategy=step"``.
+        title: its title in pictures and tables.
+        words: overrides of the study's configuration, as for ``agentfly train``: ``"training.strategy=step"``.
         program: the module whose ``train`` command makes the run.
     """
 
@@ -35,12 +34,12 @@ class Arm:
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric that is drawn over the training steps, a line an arm.
+    """A metric drawn over the training steps, with one line per arm.
 
     Attributes:
-        title: what the axis says.
+        title: label of the axis.
         metric: name of the metric.
-        kind: whether of training steps or of evaluations.
+        kind: metrics of training steps or of evaluations.
         log: whether the axis is logarithmic.
     """
 
@@ -52,13 +51,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that is told of every run, a column of the tables.
+    """A number of every run: a column of the tables.
 
     Attributes:
         title: the column's heading.
-        of: reads it in a finished run; None where the run has no such number. `benchmarks.studies.figures`
+        of: reads it from a finished run; returns None if the run has no such number. `benchmarks.studies.figures`
             makes such functions.
-        form: how it is written, as by `format`: ``".0%"``.
+        form: format specification, as for `format`: ``".0%"``.
     """
 
     title: str
@@ -68,16 +67,16 @@ class Figure:
 
 @dataclass(frozen=True)
 class Study:
-    """Training runs that differ in one thing.
+    """Training runs that differ in one setting.
 
     Attributes:
         name: names its files; letters, digits, ``-`` and ``_``.
-        question: what it is to find out, in a line.
-        config: the configuration that all arms begin from: the path of a YAML file, or ``package:file.yaml`` for one
+        question: the question of the study, in one line.
+        config: the configuration of all arms: the path of a YAML file, or ``package:file.yaml`` for one
             in a package.
-        arms: what is compared, the first being what the others are compared with.
-        curves: what is drawn.
-        figures: what is told of every run.
+        arms: the compared methods. The first is the baseline.
+        curves: the curves of the picture.
+        figures: the columns of the tables.
         words: overrides for all arms.
 
     Raises:
@@ -96,7 +95,7 @@ class Study:
         names = [arm.name for arm in self.arms]
         if len(names) < 2 or len(set(names)) < len(names):
             raise ConfigError(
-                f"Study({self.name!r}): a study compares at least two arms with names of their own, "
+                f"Study({self.name!r}): a study compares at least two arms with different names, "
                 f"and has {', '.join(names) or 'none'}."
             )
         for name in (self.name, *names):
@@ -105,7 +104,7 @@ class Study:
 
     @property
     def config_file(self) -> Path:
-        """The path of the configuration.
+        """Path of the configuration.
 
         Raises:
             ConfigError: there is no such file.

@@ -1,1 +1,1 @@
-"""What ``python -m benchmarks.training`` measures."""
+"""Training throughput and memory compared with trl: ``python -m benchmarks.training``."""

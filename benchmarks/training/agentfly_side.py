@@ -1,6 +1,6 @@
 """AgentFly's side of ``python -m benchmarks.training``, as a program: a `Trainer` with the embedded policy.
 
-It takes a `TrainingWork` as JSON and prints a `SideResult` as JSON.
+It takes a `TrainingWorkload` as JSON and prints a `SideResult` as JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ALL_AT_ONCE = 2**30
 
 
 class FixedLengthPolicy(EmbeddedPolicy):
-    """A policy whose generations are all as long as they may be, and none the less whole turns."""
+    """A policy whose generations always have the maximum length and still count as complete turns."""
 
     async def generate(
         self,
@@ -53,7 +53,7 @@ class FixedLengthPolicy(EmbeddedPolicy):
 
 @dataclass(frozen=True)
 class EveryTurnCalls(HermesFormat):
-    """A format that reads every turn as a call of the first tool, whatever was said."""
+    """A format that reads every turn as a call of the first tool, whatever its text."""
 
     def parse(self, text: str, tools: Sequence[ToolDescription], *, first_call: int = 0) -> tuple[ToolCall, ...]:
         """The one call."""
@@ -73,7 +73,7 @@ def checksum(response: str) -> float:
 
 
 def measure(work: dict[str, Any]) -> SideResult:
-    """Train, and tell how long each step took."""
+    """Train, and return the time of each step."""
     clock: list[tuple[float, float]] = []
     steps: list[dict[str, float]] = []
 

@@ -40,11 +40,11 @@ _LIMIT_S = 1800.0
 def run_training_bench(
     model: str | Path, work: TrainingWorkload | None = None, *, trl: str | Path | None = None
 ) -> dict[str, Any]:
-    """Measure training a model; the result is JSON-able.
+    """Measure the training of a model. The result is a JSON value.
 
     Args:
         model: the model.
-        work: what is trained on.
+        work: the workload.
         trl: an interpreter, or a virtual environment, that has trl, to be compared with; None for no comparison.
 
     Raises:
@@ -114,7 +114,7 @@ def _numbers(side: SideResult) -> dict[str, Any]:
 
 
 def compare(own: SideResult, other: SideResult) -> dict[str, float]:
-    """How many times as fast, and as large, AgentFly's side is as trl's, with the targets.
+    """Return the ratios of speed and memory of AgentFly to trl, with the targets.
 
     Raises:
         AgentFlyError: the two did not train on the same numbers of tokens.

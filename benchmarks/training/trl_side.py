@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def peak_mib() -> float:
-    """The most memory that this process has had resident, in MiB; unlike `getrusage`, nothing of who started it."""
+    """Return the maximum resident memory of this process in MiB. `getrusage` would include the parent process."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 

@@ -1,4 +1,4 @@
-"""TrainingWork: what both sides of ``python -m benchmarks.training`` train on, and what a side tells of it."""
+"""TrainingWorkload: the work of both sides of ``python -m benchmarks.training``, and the result of a side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TrainingWorkload:
-    """Training steps of known size: each rolls out all prompts, scores what was sampled, and makes one update.
+    """Training steps of known size: each rolls out all prompts, scores the rollouts, and makes one update.
 
     Attributes:
         tasks: number of prompts; every step has all of them.
@@ -20,8 +20,8 @@ class TrainingWorkload:
         turns: generations of each rollout; every one but the last is answered by a tool.
         warmup, steps: steps that are not counted, and steps that are.
         dtype: number format of the weights and of what is computed with them.
-        gradient_checkpointing: whether activations are computed twice in place of being kept.
-        learning_rate: that of AdamW, the same in all steps.
+        gradient_checkpointing: whether activations are recomputed instead of stored.
+        learning_rate: learning rate of AdamW, constant.
     """
 
     tasks: int = 2
@@ -42,20 +42,20 @@ class TrainingWorkload:
         return [" ".join(chance.choices(_WORDS, k=self.words)) for _ in range(self.tasks)]
 
     def specification(self, model: str, threads: int) -> dict[str, Any]:
-        """What a side is told: the fields, the prompts, the model's directory and the number of threads; JSON-able."""
+        """Return the input of a side as a JSON value: fields, prompts, model directory and number of threads."""
         return {**asdict(self), "prompts": self.prompts(), "model": model, "threads": threads}
 
 
 @dataclass(frozen=True)
 class SideResult:
-    """What one side measured, in a process of its own.
+    """The measurements of one side, made in its own process.
 
     Attributes:
         step_seconds, step_cpu_seconds: time of each counted step by the clock, and processor time of all its threads.
         sampled_tokens: sampled tokens that each of these steps trained on.
         tokens: those and the tokens of their prompts, once for each rollout.
-        peak_mib: the most memory that the process had resident, from its start to its end.
-        versions: what it ran on.
+        peak_mib: maximum resident memory of the process.
+        versions: versions of its packages.
     """
 
     step_seconds: list[float]

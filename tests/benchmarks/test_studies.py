@@ -69,7 +69,7 @@ def finished_runs(out: Path) -> list[StudyRun]:
     ("changes", "named"),
     [
         ({"arms": (Arm("one", "one"),)}, "at least two arms"),
-        ({"arms": (Arm("one", "one"), Arm("one", "other"))}, "names of their own"),
+        ({"arms": (Arm("one", "one"), Arm("one", "other"))}, "different names"),
         ({"name": "a/b"}, "a/b"),
         ({"arms": (Arm("one", "one"), Arm("the other", "other"))}, "the other"),
     ],

@@ -154,7 +154,7 @@ async def test_three_laboratories_give_right_scores_side_by_side_and_leave_no_ja
         laboratories = [(await engine.acquire(science.LABORATORY, f"rollout-{n}")).resource for n in range(3)]
         machines = programs("java")
         assert len(machines) == 3
-        with pytest.raises(RuntimeError, match="No task has begun"):
+        with pytest.raises(RuntimeError, match="No task was started"):
             await laboratories[0].step("look around")
         tasks = ("find-non-living-thing", "lifespan-shortest-lived", "find-animal")
         assert await asyncio.gather(*map(solve, laboratories, tasks)) == [1.0] * 3

@@ -370,7 +370,7 @@ class SchedulerHistory(RuleBasedStateMachine):
                     holders = [
                         h.owner for h in self.held.values() if h.instance.pool.spec == spec and not h.death_error
                     ]
-                    assert all(f"{owner} has {spec.name}" in str(error) for owner in holders)
+                    assert all(f"{owner} has had {spec.name}" in str(error) for owner in holders)
         if isinstance(error, DeadlockBroken):
             holds = any(holding.owner == wait.request.owner for holding in self.held.values())
             assert holds or self.bounced, "no holder"

@@ -77,7 +77,10 @@ def load_source(source: Path, overrides: Sequence[str], checkpoint: str | None) 
         return load_config(source, overrides), 0
     run = RunDirectory(source)
     if not run.config_file.is_file():
-        raise ConfigError(f"{source} is not the directory of a run: {run.config_file} does not exist.")
+        raise ConfigError(
+            f"{source} is not the directory of a run: {run.config_file} does not exist. "
+            "Name the directory of a run, such as runs/mine, or a configuration file, such as config.yaml."
+        )
     config = load_config(run.config_file, ["run_dir=null", *overrides])
     if checkpoint == "none" or (checkpoint is None and isinstance(config.policy, (EndpointConfig, OracleConfig))):
         return config, 0

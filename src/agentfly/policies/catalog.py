@@ -112,7 +112,10 @@ def resolve_model(name: str | Path, *, report: ReportProgress | None = None) -> 
     if isinstance(name, str) and _HUB_ID.fullmatch(name) and not name.startswith("."):
         return download_from_hub(name, report)
     if path.is_absolute() or len(path.parts) > 1:
-        raise ConfigError(f"There is no model directory {path}.")
+        raise ConfigError(
+            f"There is no model directory {str(path)!r}. Give a Hugging Face directory (with config.json and weights), a "
+            "Hugging Face id, or a name that `agentfly models list` shows."
+        )
     names = [model.name for model in list_models()]
     near = nearest_name(str(name), names)
     hint = f" Did you mean {near!r}?" if near else ""

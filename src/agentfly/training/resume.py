@@ -81,7 +81,8 @@ def require_same_run(saved: TrainerState, now: TrainerState) -> None:
     if others:
         raise ConfigError(
             f"The run cannot be resumed with other settings than it was started with: {'; '.join(others)}. "
-            "Restore them, or start a new run in another directory."
+            "Restore them, or start a new run in another directory; with model=RUN_DIR/checkpoints/step-… it continues "
+            "from this run's weights."
         )
 
 

@@ -113,7 +113,7 @@ def resolve_model(name: str | Path, *, report: ReportProgress | None = None) -> 
         return download_from_hub(name, report)
     if path.is_absolute() or len(path.parts) > 1:
         raise ConfigError(
-            f"There is no model directory {str(path)!r}. Give a Hugging Face directory (with config.json and weights), a "
+            f"There is no model directory {str(path)!r}. Give a Hugging Face directory (with config.json), a "
             "Hugging Face id, or a name that `agentfly models list` shows."
         )
     names = [model.name for model in list_models()]

@@ -29,7 +29,7 @@ from benchmarks.studies.retokenization import retokenize, retokenizing_updater, 
 
 @reward
 def later(context: Context) -> float:
-    """The later attempt is the better one, whatever it says."""
+    """Later attempts get higher rewards."""
     return context.attempt / 4
 
 

@@ -27,7 +27,7 @@ def _own(work: TrainingWorkload) -> SideResult:
 
 
 def _stand_in(directory: Path, prints: str, code: int = 0) -> Path:
-    """An environment whose Python prints a line, whatever it is to run."""
+    """An environment whose Python prints one line and ignores its arguments."""
     python = directory / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\ncat <<'END'\n{prints}\nEND\necho 'no module named trl' >&2\nexit {code}\n")

@@ -51,7 +51,7 @@ CONFIG = {
 
 @pytest.fixture
 def project(tmp_path, monkeypatch) -> Path:
-    """The project is not where the command runs: what its configuration names is found all the same."""
+    """A configuration names files relative to itself, not to the working directory."""
     home = tmp_path / "project"
     home.mkdir()
     (home / "workshop.py").write_text(PROJECT)

@@ -35,7 +35,7 @@ not_a_reward = 3
 
 @pytest.fixture
 def run(tmp_path, monkeypatch) -> RunDirectory:
-    """A run of which two attempts at each of two tasks are stored, in a file for each task."""
+    """A run with two stored attempts at each of two tasks, in one file per task."""
     (tmp_path / "my_rewards.py").write_text(REWARDS)
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "go"}\n')
     monkeypatch.chdir(tmp_path)

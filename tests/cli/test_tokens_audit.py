@@ -75,7 +75,7 @@ def test_changed_ids_in_a_record_fail_the_audit(run, agentfly):
 
 
 def test_the_model_of_a_python_run_is_found_and_ids_of_another_tokenizer_are_not_faults(tmp_path, agentfly):
-    """The model is read from beside the rollouts; what was scripted has other ids than the model's."""
+    """The model is read from the file beside the rollouts. Scripted turns have ids of another tokenizer."""
     agent = af.Agent(model="tiny")
     asyncio.run(af.run(agent, ["go", "on"], policy=af.ScriptedPolicy(["hello there"]), run_dir=tmp_path / "run"))
     code, out, err = agentfly("tokens", "audit", str(tmp_path / "run"))

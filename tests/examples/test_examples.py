@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(name: str, directory: Path) -> str:
-    """What the example prints, started from another directory as a user might."""
+    """Return the output of the example, started from another directory."""
     elsewhere = directory / "elsewhere"
     elsewhere.mkdir()
     done = subprocess.run(

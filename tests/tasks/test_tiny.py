@@ -90,7 +90,7 @@ EXCHANGE = ProbeExchange({"role": "assistant", "content": "call"}, ({"role": "to
 
 
 def roll_out(dialogue: list[Message], tokenizer: HFTokenizer) -> tuple[list[int], list[bool]]:
-    """The ids of a dialogue, and which of them are sampled, if a model said what its assistant says."""
+    """Return the ids and the mask of a dialogue whose assistant turns are sampled."""
     chat = TemplateChatFormat(tokenizer, [EXCHANGE])
     ids: list[int] = []
     sampled: list[bool] = []

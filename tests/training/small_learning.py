@@ -1,4 +1,4 @@
-"""A small random model, rows as if it had sampled them, and a learner for it."""
+"""A small random model, rows with its own log-probs, and a learner for it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def own_logprobs(model: torch.nn.Module, ids: Sequence[int], mask: Sequence[int]
 
 
 def rows_of(model: torch.nn.Module, temperature: float = 1.0) -> list[Row]:
-    """Rows of two groups, as if the model had sampled them."""
+    """Return rows of two groups with the model's own log-probs."""
     draw = np.random.default_rng(3)
     rows = []
     for number, mask in enumerate(MASKS):

@@ -85,7 +85,7 @@ def test_equal_rewards_give_exactly_zero_whatever_rounding_leaves(name: str, rew
 
 
 def test_a_difference_that_rounding_can_explain_is_none_to_any_algorithm() -> None:
-    """Whatever divides by a spread, or is put into AdamW, makes as much of rounding as of a real difference."""
+    """Division by a standard deviation, and AdamW, enlarge rounding to the size of a real difference."""
     for name in judged_by_name():
         for reward in (0.0, 0.7, -1e6 / 3):
             noise = 1e-7 * max(1.0, abs(reward))
@@ -105,7 +105,7 @@ def test_every_algorithm_tells_a_small_difference_from_rounding() -> None:
 
 
 def judged_by_name() -> dict[str, Callable[[Sequence[float], float], list[np.ndarray]]]:
-    """Each algorithm, as a function of the rewards of a group and of what the critic or a greedy rollout says."""
+    """Return each algorithm as a function of a group's rewards and of the value of the critic or greedy rollout."""
 
     def of(name: str) -> Callable[[Sequence[float], float], list[np.ndarray]]:
         def judged(rewards: Sequence[float], expected: float) -> list[np.ndarray]:

@@ -1,5 +1,5 @@
-"""Trajectories that go on from one turn in several ways, as gateways and parallel subagents make them: each is judged
-along its own way, from the turn that it follows."""
+"""Branching trajectories, as gateways and parallel subagents make them. Advantages are estimated along each branch,
+from the turn that it continues."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def ways(parent_turns: Follows, turn: int) -> list[tuple[float, list[int]]]:
 def test_the_return_of_a_token_is_the_mean_over_its_continuations(
     tree: tuple[list[tuple[int, ...]], list[int]], discount: float, gae_lambda: float, seed: int
 ) -> None:
-    """What a chain alone would give along each way, weighed by how likely the way is."""
+    """The expected value is the mean over the branches, weighted by their probability."""
     parent_turns, sizes = tree
     random = np.random.default_rng(seed)
     values, penalties = ([random.normal(size=size) for size in sizes] for _ in range(2))

@@ -110,7 +110,7 @@ def test_a_task_order_saved_at_any_point_continues_identically(
 
 
 class Longest(Curriculum):
-    """What a user writes without further thought."""
+    """A simple curriculum, as a user would write it."""
 
     def __init__(self, least: int) -> None:
         self.least = least

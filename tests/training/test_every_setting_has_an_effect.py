@@ -180,7 +180,7 @@ run reads every setting."""
 
 
 def batch() -> list[Row]:
-    """Rows some of whose ratios are e and some 1/e, so that every bound has to do with one of them."""
+    """Return rows with ratios of e and of 1/e, so that every bound affects some of them."""
     shifts = [-1.0, 1.0, 1.0, -1.0]
     return [
         replace(row, logprobs=[logprob + shift for logprob in row.logprobs])

@@ -43,7 +43,7 @@ def row(group: str, rollout: str, reward: float, turns: Sequence[RowTurn], **oth
 
 
 def rows_of(rollout: str, reward: float, steps: Steps, strategy: str, group: str = "g") -> list[Row]:
-    """A trajectory whose turns have two tokens each, as one row or as a row a turn."""
+    """Return a trajectory whose turns have two tokens each, as one row or as one row per turn."""
     if strategy == "chain":
         turns = [turn(number, 1 + 4 * number, *step) for number, step in enumerate(steps)]
         return [row(group, rollout, reward, turns)]

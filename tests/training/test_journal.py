@@ -30,7 +30,7 @@ async def number_of(number: int) -> float:
 
 
 class Policy(ScriptedPolicy):
-    """Counts for whom it was asked. Of the rollouts, those in ``broken`` fail, and those in ``stuck`` do not end."""
+    """Counts the calls of each rollout. Rollouts in ``broken`` fail, and rollouts in ``stuck`` do not end."""
 
     def __init__(self, broken: Collection[str] = (), stuck: Collection[str] = ()) -> None:
         super().__init__(["fine"])

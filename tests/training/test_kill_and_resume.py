@@ -60,7 +60,7 @@ def life(path, settings):
 
     @agentfly.reward
     async def later(context: agentfly.Context) -> float:
-        "The later attempt is the better one, whatever it says: every batch has something to teach."
+        "Later attempts get higher rewards, so that every batch has a learning signal."
         log.write(context.rollout_id + "\\n")
         log.flush()
         return context.attempt / 2
@@ -127,7 +127,7 @@ class Lives:
         return int(self._process.stdout.readline())
 
     def end(self) -> int:
-        """Wait for the end of the process that was begun, and return its status."""
+        """Wait for the end of the started process, and return its status."""
         assert self._process.stdout is not None
         return os.waitstatus_to_exitcode(int(self._process.stdout.readline()))
 
@@ -164,13 +164,13 @@ def told(run: RunDirectory) -> Counter[tuple[str, int]]:
 
 
 def on_file(run: RunDirectory) -> set[str]:
-    """The rollouts for training of which the whole record is on disk."""
+    """Return the training rollouts that are completely stored."""
     files = [*run.journal.glob("train-*.jsonl"), *(path for _, path in run.trajectory_files())]
     return {trajectory.rollout_id for path in files for trajectory in load_trajectories(path)}
 
 
 def evaluated(run: RunDirectory) -> int:
-    """Rollouts for evaluations of which the whole record is on disk."""
+    """Return the evaluation rollouts that are completely stored."""
     return sum(len(list(load_trajectories(path))) for _, path in run.trajectory_files("eval"))
 
 
@@ -188,7 +188,7 @@ def trained(run: RunDirectory) -> list[tuple[int, str, str]]:
 
 
 def broken(lives: Lives, path: Path, seed: int, kills: int, **settings: Any) -> RunDirectory:
-    """A run that is killed at random points and then gone on with; what had finished is never run again."""
+    """A run is killed at random points and resumed. Finished rollouts are never run again."""
     run, draw, killed, known = RunDirectory(path), random.Random(seed), 0, 0
     while True:
         kept, kept_evaluations = on_file(run), evaluated(run)

@@ -89,7 +89,7 @@ def test_in_the_loss_it_pulls_back_to_the_policy_before_training(kl: dict[str, A
 def test_a_policy_that_is_the_reference_is_neither_punished_nor_moved_whatever_rounds(
     kl: dict[str, Any], dtype: torch.dtype, lora: dict[str, Any] | None
 ) -> None:
-    """The sampler rounds otherwise than the trainer, and AdamW makes a whole step of any gradient."""
+    """The sampler rounds differently from the trainer, and AdamW turns any gradient into a full step."""
     model = small_model(dtype)
     rows = [
         dataclasses.replace(row, logprobs=[value + 0.01 * (-1) ** place for place, value in enumerate(row.logprobs)])

@@ -21,7 +21,7 @@ UNEVEN = (0.5, 0.9, 0.1)
 
 
 def sampled_elsewhere(rows: Sequence[Row], *shifts: float) -> list[Row]:
-    """The rows, as if a sampler had told lower log-probs of each token in every other row.
+    """Return the rows with lower rollout log-probs in every other row.
 
     The log-probs of a row's tokens are lower by ``shifts`` in turn.
     """
@@ -102,7 +102,7 @@ def test_with_rollout_correction_the_ratio_starts_at_one_for_any_rollout_log_pro
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("loss", list(LOSSES))
 def test_the_first_update_under_correction_clips_nothing_in_any_format(loss: str, dtype: torch.dtype) -> None:
-    """Bounds as narrow as those of GSPO, micro-batches in which rows round otherwise, and a sampler far away."""
+    """The bounds are as narrow as in GSPO, micro-batches round differently, and the rollout log-probs differ much."""
     model = small_model(dtype)
     rows = sampled_elsewhere(rows_of(model), *UNEVEN)
     narrow = {"clip_low": 0.0003, "clip_high": 0.0004} if LOSSES[loss].uses else {}

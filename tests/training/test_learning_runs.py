@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @reward
 def later(context: Context) -> float:
-    """The later attempt is the better one, whatever it says."""
+    """Later attempts get higher rewards."""
     return context.attempt / 2
 
 

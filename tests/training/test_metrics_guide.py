@@ -39,7 +39,7 @@ def fits(name: str, pattern: str) -> bool:
 
 
 def stands_for(name: str, one: str) -> bool:
-    """Whether a row is about a name, of which each may vary, or about what comes below it."""
+    """Return whether a row of the table describes a metric, possibly with a placeholder."""
     return fits(name, one) or fits(one, name) or one == f"{name}/<>"
 
 

@@ -47,7 +47,7 @@ async def trained(
 
 
 class Made:
-    """A source whose groups vary where ``good`` says so; it notes how far groups might begin when each was taken."""
+    """A source whose groups in ``good`` have a learning signal. It records how far groups were allowed at each take."""
 
     def __init__(self, good: Iterable[int], spoiled: Iterable[int] = ()) -> None:
         self._good = set(good)
@@ -212,7 +212,7 @@ async def test_a_greedy_rollout_is_a_baseline_and_in_no_mean_and_no_loss(tmp_pat
 async def test_without_a_sound_greedy_rollout_a_group_is_not_trained(tmp_path: Path) -> None:
     @reward
     async def flaky(context: Context) -> float:
-        """The baseline of the first task cannot be had."""
+        """The greedy rollout of the first task fails."""
         if context.rollout_id == "greedy-0.0":
             raise ConnectionError("the judge is away")
         return 1.0

@@ -21,7 +21,7 @@ ALL = pytest.mark.parametrize("loss", [ppo_clip, gspo, cispo, policy_gradient])
 def batch_of(
     ratios: Sequence[float], advantages: Sequence[float], row: Sequence[int] | None = None
 ) -> tuple[TokenBatch, Tensor]:
-    """Tokens of given ratios; each a row of its own unless told otherwise."""
+    """Return tokens with the given ratios, by default one per row."""
     old = torch.full((len(ratios),), -1.0, dtype=torch.float64)
     logprobs = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
     return (

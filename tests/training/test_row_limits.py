@@ -127,7 +127,7 @@ def attempt(number: int, sampled: int) -> Trajectory:
 
 
 def learned_from(*lengths: int, **config: Any) -> RowBatch:
-    """The rows that a step learns from, of attempts that sampled so many tokens."""
+    """Return the trained rows of attempts with the given numbers of sampled tokens."""
     attempts = tuple(attempt(number, sampled) for number, sampled in enumerate(lengths))
     update = PolicyUpdater(cast(Any, None), cast(Any, None), TrainConfig(**config))
     return update.make_batch(StepBatch(trained_groups=(RolloutGroup(0, attempts),)))

@@ -29,7 +29,7 @@ CRITIC: dict[str, Any] = {"needs_critic": True, "critic": {"learning_rate": 1e-3
 
 
 def batch_of(model: LlamaForCausalLM) -> tuple[list[Row], list[np.ndarray]]:
-    """Rows of which two begin alike, with advantages that differ within a row; the sampler was a little off."""
+    """Return rows with varying advantages and slightly different rollout log-probs. Two rows have a common prefix."""
     rows = rows_of(model)
     twin = dataclasses.replace(rows[1], ids=[*rows[1].ids[:6], 7, 8, 9], rollout_id="twin")
     draw = np.random.default_rng(5)

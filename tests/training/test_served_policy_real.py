@@ -1,6 +1,6 @@
-"""Training beside a real vLLM, on the processor: the model learns here, its servers sample with its weights.
+"""Training with a real vLLM on the CPU: the model is trained here, and its servers sample with its weights.
 
-vLLM has an environment of its own. It is looked for where ``$AGENTFLY_VLLM_PYTHON`` says, and in ``.venv-vllm``.
+vLLM has its own environment: ``$AGENTFLY_VLLM_PYTHON``, or ``.venv-vllm``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VLL
 
 @af.reward
 def later(context: af.Context) -> float:
-    """The later attempt is the better one, whatever it says: every batch has something to teach."""
+    """Later attempts get higher rewards, so that every batch has a learning signal."""
     return context.attempt / 2
 
 

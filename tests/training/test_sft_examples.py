@@ -25,7 +25,7 @@ LOST = Failure(Boundary.RESOURCE, "ResourceDied", "gone", by_policy=False)
 
 @af.reward
 def asked(context: af.Context, worth: float) -> float:
-    """What the task says, and a little less for each later attempt."""
+    """Return the task's reward, slightly lower for each later attempt."""
     return worth - context.attempt / 100
 
 
@@ -113,7 +113,7 @@ def test_ids_of_this_model_are_used_unchanged_and_ids_of_another_model_are_not()
 
 
 class Larger(ByteTokenizer):
-    """One of a model whose output layer has more rows than there are tokens: ids of padding spell nothing."""
+    """The tokenizer of a model with a padded output layer. Padding ids decode to nothing."""
 
     def decode(self, ids):
         return super().decode([one for one in ids if one in self.vocabulary_ids])

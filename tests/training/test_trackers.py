@@ -53,7 +53,7 @@ class Notebook:
 
 
 class Broken(Notebook):
-    """One whose network is gone."""
+    """A tracker without a network connection."""
 
     def __init__(self, *methods: str) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Broken(Notebook):
 
 
 async def follow(run: RunDirectory, steps: int = 2, first: int = 1, **trackers: Tracker) -> None:
-    """Emit what a run of so many steps emits, with an evaluation at its end, while trackers are told."""
+    """Emit the events of a run with this number of steps and a final evaluation to trackers."""
     events = EventStream()
     async with track_run(trackers, run, events, project="depot", config=CONFIG):
         for step in range(first, first + steps):

@@ -52,7 +52,7 @@ SMALL: dict[str, Any] = {"tasks_per_step": 2, "attempts": 3, "steps": 2, "learni
 
 @reward
 def later(context: Context) -> float:
-    """The later attempt is the better one, whatever it says: every batch has something to teach."""
+    """Later attempts get higher rewards, so that every batch has a learning signal."""
     return context.attempt / 2
 
 

@@ -135,9 +135,9 @@ def test_results_compare_the_arms_and_count_the_runs_with_a_figure(tmp_path):
     assert table[2] == "| the one | 75% (60% to 90%) | 2 (2 to 2) |"
     assert table[3] == "| the other | 50% (20% to 80%) | 2, 1 of 2 runs |"
     assert table[-1] == "| the other | 2 | 20% | - |"
-    told = findings.as_json()
-    assert told["arms"]["one"]["success"]["mean"] == pytest.approx(0.75)
-    assert told["runs"][3] == {"arm": "other", "seed": 2, "success": 0.2, "steps to 50%": None}
+    output = findings.as_json()
+    assert output["arms"]["one"]["success"]["mean"] == pytest.approx(0.75)
+    assert output["runs"][3] == {"arm": "other", "seed": 2, "success": 0.2, "steps to 50%": None}
 
 
 @pytest.mark.slow
@@ -175,8 +175,8 @@ def test_a_study_is_put_in_the_place_that_its_page_has_for_it_again_and_again(sc
     for table in ("| old |", "| new |"):
         (out / "table.md").write_text(f"{table}\n", encoding="utf-8")
         assert script.put(out) == page
-    told = page.read_text(encoding="utf-8")
-    assert told == (
+    output = page.read_text(encoding="utf-8")
+    assert output == (
         "Before.\n\n<!-- study: small -->\n\n| new |\n\n![the curves of small](small.svg)\n\n<!-- end -->\n\nAfter.\n"
     )
     assert (tmp_path / "small.svg").read_text(encoding="utf-8") == "<svg/>"
@@ -218,16 +218,16 @@ async def test_a_failed_run_is_reported_with_its_output(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_a_study_makes_the_runs_that_are_missing_and_no_others(tmp_path):
-    told: list[str] = []
-    runs = await run_study(study(), tmp_path, seeds=1, words=TINIEST, report=told.append)
+    output: list[str] = []
+    runs = await run_study(study(), tmp_path, seeds=1, words=TINIEST, report=output.append)
     assert all(run.finished for run in runs)
     strategies = [load_config(run.directory.config_file).training.strategy for run in runs]
     assert strategies == ["chain", "step"]
     assert [run.directory.metrics()[0].step for run in runs] == [1, 1]
 
-    told.clear()
-    await run_study(study(), tmp_path, seeds=1, words=TINIEST, report=told.append)
-    assert told == ["2 of 2 runs are finished already"]
+    output.clear()
+    await run_study(study(), tmp_path, seeds=1, words=TINIEST, report=output.append)
+    assert output == ["2 of 2 runs are finished already"]
 
     run = runs[0]
     settings = yaml.safe_load(run.directory.config_file.read_text())
@@ -237,7 +237,7 @@ async def test_a_study_makes_the_runs_that_are_missing_and_no_others(tmp_path):
 
     (run,) = [run for run in runs if run.arm.name == "other"]
     (run.directory.checkpoints / "step-000001").rename(tmp_path / "lost")  # as if it had been killed before
-    told.clear()
-    await run_study(study(), tmp_path, seeds=1, words=TINIEST, report=told.append)
-    assert told == ["1 of 2 runs are finished already", "other, seed 1: begins", "other, seed 1: finished"]
+    output.clear()
+    await run_study(study(), tmp_path, seeds=1, words=TINIEST, report=output.append)
+    assert output == ["1 of 2 runs are finished already", "other, seed 1: begins", "other, seed 1: finished"]
     assert run.finished

@@ -69,10 +69,10 @@ def test_the_measurements_of_both_sides_are_compared():
 
 def test_a_side_reports_its_measurement_or_its_failure_in_the_last_line(tmp_path):
     side = SideResult([1.0], [1.0], [20], [50], 1.0, {"trl": "stand-in"})
-    told = f"Training …\n{json.dumps(asdict(side))}"
-    assert run_side("trl", [str(_stand_in(tmp_path / "good", told) / "bin" / "python")], {}) == side
+    output = f"Training …\n{json.dumps(asdict(side))}"
+    assert run_side("trl", [str(_stand_in(tmp_path / "good", output) / "bin" / "python")], {}) == side
     with pytest.raises(AgentFlyError, match="no module named trl"):
-        run_side("trl", [str(_stand_in(tmp_path / "bad", told, code=1) / "bin" / "python")], {})
+        run_side("trl", [str(_stand_in(tmp_path / "bad", output, code=1) / "bin" / "python")], {})
 
 
 @pytest.mark.slow

@@ -39,12 +39,12 @@ def test_a_stopped_run_has_stored_its_configuration_and_reports_how_to_resume(
 def test_a_run_that_cannot_store_its_configuration_does_not_start(tmp_path: Path) -> None:
     run, events = RunDirectory(tmp_path).ensure(), EventStream()
     run.config_file.mkdir()
-    begun = TrainingStarted(run_dir=str(tmp_path), model="tiny", dtype="", device="cpu", steps=2, start_step=0)
+    started_run = TrainingStarted(run_dir=str(tmp_path), model="tiny", dtype="", device="cpu", steps=2, start_step=0)
     with (
         save_config_on_start(CONFIG, None, events, command="train"),
         pytest.raises(PrerequisiteError, match=r"config\.yaml"),
     ):
-        events.emit(begun)
+        events.emit(started_run)
 
 
 @pytest.mark.parametrize("command", ["eval", "rollout"])
@@ -61,8 +61,8 @@ def test_rollouts_that_are_stopped_name_a_command_that_a_shell_takes(
 
     with pytest.raises(KeyboardInterrupt):
         stopped()
-    told = capsys.readouterr().err.partition("to continue: ")[2]
-    assert shlex.split(told) == ["agentfly", command, "--resume", str(run.path)]
+    output = capsys.readouterr().err.partition("to continue: ")[2]
+    assert shlex.split(output) == ["agentfly", command, "--resume", str(run.path)]
 
 
 def test_a_run_stopped_before_its_start_names_no_run_to_resume(capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,8 +161,8 @@ def test_rollouts_repeat_under_the_same_seed_only(agentfly):
 def test_the_demo_trains_the_model_with_the_seed_and_in_the_directory_that_are_asked_for(agentfly, monkeypatch):
     configured: list[Any] = []
     monkeypatch.setattr("agentfly.cli.train.run_training", configured.append)
-    _, told = agentfly("demo", "--seed", "4", "--run-dir", "runs/demo")
-    assert "0.4 for checking the shelf asked for" in told
+    _, report = agentfly("demo", "--seed", "4", "--run-dir", "runs/demo")
+    assert "0.4 for checking the shelf asked for" in report
     agentfly("demo", "--model", "smollm2-135m")
     tiny, smollm2 = configured
     assert (tiny.model, tiny.training.seed, tiny.run_dir) == ("tiny", 4, "runs/demo")
@@ -274,25 +274,25 @@ def test_some_held_out_tasks_are_evaluated_without_any_to_train_on_and_shown_aga
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "report"),
     [
         (["rollout"], "names no tasks"),
         (["train", "policy=null"], "names no tasks"),
     ],
 )
-def test_a_command_without_configured_tasks_reports_it(held_out, words, told):
-    with pytest.raises(ConfigError, match=told):
+def test_a_command_without_configured_tasks_reports_it(held_out, words, report):
+    with pytest.raises(ConfigError, match=report):
         cli.app([words[0], held_out, *words[1:]], standalone_mode=False)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "report"),
     [
         (["project"], "project has no evaluation"),
         ([], "--stored takes the directory of a run"),
         (["project", "seed=1"], "--stored takes the directory of a run"),
     ],
 )
-def test_a_missing_evaluation_cannot_be_shown(project, words, told):
-    with pytest.raises(ConfigError, match=told):
+def test_a_missing_evaluation_cannot_be_shown(project, words, report):
+    with pytest.raises(ConfigError, match=report):
         cli.app(["eval", *words, "--stored"], standalone_mode=False)

@@ -38,11 +38,11 @@ def test_a_run_is_compared_with_itself_before_training(compare, tmp_path):
     evaluation(run, 10, 1.0, 1.0, 1.0)
     last = evaluation(run, 20, 1.0, 0.0, 1.0)
     code, out = compare(run.path, "--json")
-    told = json.loads(out)
+    output = json.loads(out)
     assert code == 0
-    assert told["files"] == [str(first), str(last)]
-    assert told["reward"]["wins"] == 1
-    assert told["reward"]["difference"]["mean"] == pytest.approx(1 / 3)
+    assert output["files"] == [str(first), str(last)]
+    assert output["reward"]["wins"] == 1
+    assert output["reward"]["difference"]["mean"] == pytest.approx(1 / 3)
 
 
 def test_two_runs_are_compared_and_excluded_tasks_are_counted(compare, tmp_path):
@@ -67,20 +67,20 @@ def test_intervals_of_differences_of_shares_stay_within_minus_one_and_one(compar
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         (["nowhere"], "nowhere does not exist"),
         (["empty"], "has no evaluation"),
         (["once"], "has one evaluation"),
     ],
 )
-def test_sources_that_cannot_be_compared_are_reported(compare, tmp_path, monkeypatch, words, told):
+def test_sources_that_cannot_be_compared_are_reported(compare, tmp_path, monkeypatch, words, output):
     monkeypatch.chdir(tmp_path)
     RunDirectory("empty").ensure()
     evaluation(RunDirectory("once"), 0, 1.0)
     code, out = compare(*words)
     assert code == 2
-    assert told in out
+    assert output in out
 
 
 def test_a_file_of_another_kind_is_not_reported_as_damaged_trajectories(compare, tmp_path):

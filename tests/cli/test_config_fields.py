@@ -113,7 +113,7 @@ def test_a_configuration_is_shown_with_every_field_in_force(agentfly, tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("agent: a.py:agent\ntasks: t.jsonl\ntraining: {steps: 5}\n")
     _, out = agentfly("config", str(path), "training.kl.coefficient=0.01")
-    told = yaml.safe_load(out)
-    assert told["training"]["steps"] == 5
-    assert told["training"]["kl"]["coefficient"] == 0.01
-    assert told["training"]["attempts"] == 8
+    output = yaml.safe_load(out)
+    assert output["training"]["steps"] == 5
+    assert output["training"]["kl"]["coefficient"] == 0.01
+    assert output["training"]["attempts"] == 8

@@ -46,7 +46,7 @@ def test_an_environment_variable_can_stand_in_for_a_value(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("text", "overrides", "told"),
+    ("text", "overrides", "output"),
     [
         (MINIMAL + "modle: tiny\n", [], "There is no key 'modle'. Did you mean 'model'?"),
         (MINIMAL + "zzz: 1\n", [], "The keys are agent, model, policy, memory, tasks"),
@@ -79,10 +79,10 @@ def test_an_environment_variable_can_stand_in_for_a_value(tmp_path, monkeypatch)
         (MINIMAL, ["training.steps=[1"], "'training.steps=[1' is not an override"),
     ],
 )
-def test_an_invalid_configuration_is_reported_with_position_and_remedy(tmp_path, text, overrides, told):
+def test_an_invalid_configuration_is_reported_with_position_and_remedy(tmp_path, text, overrides, output):
     with pytest.raises(ConfigError) as refusal:
         load_config(written(tmp_path, text), overrides)
-    assert told in str(refusal.value)
+    assert output in str(refusal.value)
 
 
 def test_all_mistakes_in_a_file_are_reported_at_once(tmp_path):
@@ -110,7 +110,7 @@ def test_a_policy_is_an_endpoint_or_vllm(tmp_path, text, policy):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "output"),
     [
         ("policy:\n  kind: vllm\n  severs: 2\n", "no key 'policy.severs'"),
         ("policy:\n  model: m\n", "key 'policy.base_url' is required"),
@@ -118,8 +118,8 @@ def test_a_policy_is_an_endpoint_or_vllm(tmp_path, text, policy):
         ("policy: vlm\n", "policy='vlm': there is no such policy. Write 'vllm'"),
     ],
 )
-def test_a_mistake_in_the_policy_is_reported_by_its_key(tmp_path, text, told):
-    with pytest.raises(ConfigError, match=told):
+def test_a_mistake_in_the_policy_is_reported_by_its_key(tmp_path, text, output):
+    with pytest.raises(ConfigError, match=output):
         load_config(written(tmp_path, MINIMAL + text))
 
 

@@ -91,8 +91,8 @@ def test_a_new_project_passes_check_trains_and_passes_its_tests(tmp_path):
         return done.stdout
 
     home = tmp_path / "look-up"
-    told = run("agentfly.cli.main", "init", "look-up")
-    assert "cd look-up\n  agentfly check config.yaml\n" in told
+    output = run("agentfly.cli.main", "init", "look-up")
+    assert "cd look-up\n  agentfly check config.yaml\n" in output
     assert "FAILED" not in run("agentfly.cli.main", "check", "config.yaml")
     # As it stands it takes a minute; a few steps show the same.
     run("agentfly.cli.main", "train", "config.yaml", "training.steps=3", "run_dir=runs/first")

@@ -54,7 +54,7 @@ def test_an_unknown_command_or_option_exits_with_2(agentfly):
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "told"),
+    ("error", "code", "report"),
     [
         (ConfigError("write it so"), 2, "write it so"),
         (PermissionError(errno.EACCES, "Permission denied", "/home/of/another"), 1, "/home/of/another"),
@@ -66,13 +66,13 @@ def test_an_unknown_command_or_option_exits_with_2(agentfly):
         (ModuleNotFoundError("No module named 'torch'", name="torch"), 1, install_command("train")),
     ],
 )
-def test_a_failure_that_a_user_can_mend_is_one_message_without_a_traceback(agentfly, monkeypatch, error, code, told):
+def test_a_failure_that_a_user_can_mend_is_one_message_without_a_traceback(agentfly, monkeypatch, error, code, report):
     failing(monkeypatch, error)
     left, out, err = agentfly("doctor")
     assert left == code
     assert out == ""
     assert err.startswith("error: ")
-    assert told in err
+    assert report in err
     assert "Traceback" not in err
 
 

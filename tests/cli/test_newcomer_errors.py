@@ -176,7 +176,7 @@ def test_every_option_refuses_values_that_are_not_valid_numbers(refused, number)
         (run / name).mkdir(parents=True)
     (run / "config.yaml").write_text(CONFIG)
     (run / "trajectories/eval-000004.jsonl").touch()
-    for words, told in (
+    for words, output in (
         (["eval", "runs/mine", "--checkpoint"], "has no checkpoint"),
         (["rollout", "runs/mine", "--checkpoint"], "has no checkpoint"),
         (["eval", "runs/mine", "--stored", "--checkpoint"], "has no evaluation after step"),
@@ -184,7 +184,7 @@ def test_every_option_refuses_values_that_are_not_valid_numbers(refused, number)
     ):
         code, message = refused(*words, number)
         assert code == 2
-        assert told in message
+        assert output in message
 
 
 @pytest.mark.parametrize("name", ["data:v1/tasks.jsonl", "tasks:v1.jsonl", "tasks:v1"])
@@ -225,8 +225,8 @@ def test_settings_that_contradict_each_other(refused):
 
 
 def test_a_pass_at_more_attempts_than_are_made(refused):
-    _, told = refused("eval", "config.yaml", "--k", "1,8", "training.eval_attempts=4", "training.eval_temperature=1")
-    assert "pass@8 needs as many attempts at a task, and training.eval_attempts is 4" in told
+    _, output = refused("eval", "config.yaml", "--k", "1,8", "training.eval_attempts=4", "training.eval_temperature=1")
+    assert "pass@8 needs as many attempts at a task, and training.eval_attempts is 4" in output
 
 
 def test_a_missing_run_cannot_be_resumed(refused, project):
@@ -237,7 +237,7 @@ def test_a_missing_run_cannot_be_resumed(refused, project):
 
 
 @pytest.mark.parametrize(
-    ("begun_by", "command", "told"),
+    ("begun_by", "command", "output"),
     [
         ("train", "sft", "agentfly train --resume runs/mine."),
         ("train", "eval", "agentfly train --resume runs/mine. To start a new run from it: agentfly eval runs/mine."),
@@ -250,7 +250,7 @@ def test_a_missing_run_cannot_be_resumed(refused, project):
         ),
     ],
 )
-def test_a_run_of_another_command_cannot_be_resumed(refused, begun_by, command, told):
+def test_a_run_of_another_command_cannot_be_resumed(refused, begun_by, command, output):
     run = RunDirectory.create("runs", "mine")
     run.config_file.write_text(CONFIG)
     if begun_by in ("train", "sft"):
@@ -261,22 +261,22 @@ def test_a_run_of_another_command_cannot_be_resumed(refused, begun_by, command, 
     code, message = refused(command, "--resume", "runs/mine")
     assert code == 2
     assert f"is a run of agentfly {begun_by}" in message
-    assert told in message
+    assert output in message
 
 
 @pytest.mark.parametrize(
-    ("command", "word", "told"),
+    ("command", "word", "output"),
     [
         ("train", "sft.epochs=9", "agentfly train reads the settings below training, such as training.steps"),
         ("sft", "training.steps=9", "agentfly sft reads the settings below sft, such as sft.epochs"),
     ],
 )
-def test_a_setting_of_another_command_is_reported_as_unused(project, monkeypatch, capsys, command, word, told):
+def test_a_setting_of_another_command_is_reported_as_unused(project, monkeypatch, capsys, command, word, output):
     data = ["nowhere"] if command == "sft" else []
     monkeypatch.setattr(sys, "argv", ["agentfly", command, "config.yaml", *data, word, "model=tinny"])
     with pytest.raises(SystemExit):
         cli.main()
-    assert f"{word} has no effect here: {told}" in capsys.readouterr().err
+    assert f"{word} has no effect here: {output}" in capsys.readouterr().err
 
 
 def test_a_warm_start_resumed_without_its_data_is_refused(refused):
@@ -288,20 +288,20 @@ def test_a_warm_start_resumed_without_its_data_is_refused(refused):
 
 
 @pytest.mark.parametrize(
-    ("begun", "told"),
+    ("started_run", "output"),
     [
         (True, "runs/mine is a run of agentfly eval. Resume it with agentfly eval --resume runs/mine"),
         (False, "runs/mine is a directory. Name the configuration in it: runs/mine/config.yaml."),
     ],
 )
-def test_a_directory_in_place_of_a_configuration(refused, begun, told):
+def test_a_directory_in_place_of_a_configuration(refused, started_run, output):
     run = RunDirectory.create("runs", "mine")
     run.config_file.write_text(CONFIG)
-    if begun:
+    if started_run:
         run.trajectories_file(0, "eval").write_text("{}\n")
     code, message = refused("train", "runs/mine")
     assert code == 2
-    assert told in message
+    assert output in message
 
 
 def test_a_tool_in_place_of_the_agent(refused):
@@ -318,7 +318,7 @@ def test_a_missing_configuration_or_run_is_reported(refused, command):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         (["--steps", "3"], "Write training.steps=3."),
         (["--learning-rate=1e-4", "model=tiny"], "Write training.learning_rate=1e-4."),
@@ -327,8 +327,8 @@ def test_a_missing_configuration_or_run_is_reported(refused, command):
         (["--lr", "1e-4"], "Write training.learning_rate=1e-4."),
     ],
 )
-def test_a_field_written_as_an_option(refused, words, told):
+def test_a_field_written_as_an_option(refused, words, output):
     code, message = refused("train", "config.yaml", *words)
     assert code == 2
     assert f"There is no option {words[0].partition('=')[0]}" in message
-    assert told in message
+    assert output in message

@@ -61,7 +61,7 @@ def test_definitions_of_a_file_can_be_sent_to_a_process_that_cannot_import_it(tm
 
 
 @pytest.mark.parametrize(
-    ("reference", "told"),
+    ("reference", "output"),
     [
         ("agent", "Write 'module:name'"),
         (":agent", "Write 'module:name'"),
@@ -74,7 +74,7 @@ def test_definitions_of_a_file_can_be_sent_to_a_process_that_cannot_import_it(tm
         ("needing.py:x", "No module named 'not_installed_here'"),
     ],
 )
-def test_an_unresolved_reference_is_reported_with_its_field(tmp_path, reference, told):
+def test_an_unresolved_reference_is_reported_with_its_field(tmp_path, reference, output):
     (tmp_path / "mine.py").write_text("agent = 1\n")
     (tmp_path / "broken.py").write_text("x = (\n")
     (tmp_path / "raising.py").write_text("\nx = 1 / 0\n")
@@ -82,7 +82,7 @@ def test_an_unresolved_reference_is_reported_with_its_field(tmp_path, reference,
     with pytest.raises(ConfigError) as refusal:
         load(reference, tmp_path)
     assert str(refusal.value).startswith("agent: ")
-    assert told in str(refusal.value)
+    assert output in str(refusal.value)
 
 
 def test_errors_raised_by_the_users_module_are_shown(tmp_path):

@@ -27,8 +27,8 @@ def agentfly(monkeypatch, capsys):
             cli.main()
         except SystemExit as end:
             code = end.code
-        said = capsys.readouterr()
-        return code, said.out, said.err
+        message = capsys.readouterr()
+        return code, message.out, message.err
 
     return command
 

@@ -99,9 +99,9 @@ def test_a_resumed_run_keeps_its_new_checkpoints_and_removes_later_damaged_ones(
     for step in damaged:
         (tmp_path / f"step-{step:06d}" / "file").write_text("other")
     checkpoints = Checkpoints(tmp_path, keep=keep)
-    begun = checkpoints.latest_valid()
-    assert begun is not None
-    step = int(begun.name.removeprefix("step-")) + 1
+    started_run = checkpoints.latest_valid()
+    assert started_run is not None
+    step = int(started_run.name.removeprefix("step-")) + 1
     saved = checkpoints.save(step, write_text, best=best)
     assert checkpoints.current == checkpoints.latest_valid() == saved
     assert max(kept for kept, _ in checkpoints.saved()) == step

@@ -42,7 +42,7 @@ def test_an_evaluation_without_the_metric_counts_for_nothing_once_there_was_one_
 
 
 @pytest.mark.parametrize(
-    ("rule", "values", "said"),
+    ("rule", "values", "message"),
     [
         ({"target": 0.5}, [0.1, 0.4], ""),
         ({"target": 0.5}, [0.1, 0.6], "reward/mean reached 0.6 after step 1, and the target is 0.5"),
@@ -52,9 +52,9 @@ def test_an_evaluation_without_the_metric_counts_for_nothing_once_there_was_one_
     ],
 )
 def test_a_run_has_seen_enough_at_its_target_or_when_its_patience_ends(
-    rule: dict[str, Any], values: list[float], said: str
+    rule: dict[str, Any], values: list[float], message: str
 ) -> None:
-    assert standing(*values).stop_reason(EarlyStopConfig(**rule), METRIC) == said
+    assert standing(*values).stop_reason(EarlyStopConfig(**rule), METRIC) == message
     assert standing(*values).stop_reason(None, METRIC) == ""
 
 
@@ -157,8 +157,8 @@ async def test_a_stored_evaluation_is_repeated_only_if_its_settings_changed(tmp_
         assert await rolled_out() == 0
         assert await rolled_out(eval_temperature=0.5, eval_attempts=2) == 2
         MetricsWriter(run)(EvaluationFinished(step=3, metrics={METRIC: 0.7}))  # it was told
-        told = await Evaluator(run, [Task("held out")], TrainConfig(), events).evaluate(runner, 3)
-        assert told == {METRIC: 0.7}
+        output = await Evaluator(run, [Task("held out")], TrainConfig(), events).evaluate(runner, 3)
+        assert output == {METRIC: 0.7}
 
 
 async def test_a_run_resumed_with_another_metric_starts_a_new_evaluation_history(tmp_path: Path) -> None:

@@ -32,10 +32,10 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     """A run that trained all weights and one that trained adapters, with two checkpoints each."""
     home = tmp_path_factory.mktemp("runs")
     policy = af.ScriptedPolicy(["It is low."])
-    told = asyncio.run(af.run(AGENT, ["How is tea?", "How is rice?"], reward=fine, policy=policy)).trajectories
+    output = asyncio.run(af.run(AGENT, ["How is tea?", "How is rice?"], reward=fine, policy=policy)).trajectories
     for name, settings in (("whole", {}), ("lora", {"lora": {"rank": 4}})):
         sft(
-            AGENT, told, run_dir=home / name, progress=False, learning_rate=1e-2, eval_fraction=0.0, epochs=2,
+            AGENT, output, run_dir=home / name, progress=False, learning_rate=1e-2, eval_fraction=0.0, epochs=2,
             dtype="float32", threads=1, **settings,  # type: ignore[arg-type]
         )  # fmt: skip
     return {name: home / name for name in ("whole", "lora")}

@@ -157,7 +157,7 @@ def comparable(run: RunDirectory) -> list[tuple[int, dict[str, float]]]:
     ]
 
 
-def told(run: RunDirectory) -> Counter[tuple[str, int]]:
+def output(run: RunDirectory) -> Counter[tuple[str, int]]:
     """How often each step and evaluation is among the metrics."""
     lines = map(json.loads, run.metrics_file.read_text().splitlines())
     return Counter((line["kind"], line["step"]) for line in lines)
@@ -213,7 +213,7 @@ def test_a_run_killed_at_random_points_ends_as_one_that_never_was_to_the_last_bi
     assert trained(run) == trained(whole)
     assert all(row.values["policy/updates"] for row in whole.metrics())
     assert comparable(run) == comparable(whole)
-    assert set(told(run).values()) == {1}
+    assert set(output(run).values()) == {1}
     weights = [Checkpoints(one.checkpoints, keep=2).latest_valid() / "model.safetensors" for one in (run, whole)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert not any(run.journal.glob("*"))
@@ -229,7 +229,7 @@ def test_a_run_killed_while_rollouts_run_ahead_trains_each_task_once_and_in_the_
     tasks = [task for _, _, task in trained(run)]
     assert set(Counter(tasks[: 10 * 3]).values()) == {3}  # an epoch: three attempts at each of ten tasks
     assert [step for step, _ in comparable(run)] == [step for step, _ in comparable(whole)]
-    assert set(told(run).values()) == {1}
+    assert set(output(run).values()) == {1}
     for row in run.metrics():
         assert row.values["policy/staleness_max"] <= 2
         assert row.values["rows"] == 6

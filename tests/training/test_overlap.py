@@ -111,17 +111,17 @@ async def test_a_step_that_infrastructure_spoils_stops_the_run() -> None:
 
 
 async def test_rollouts_run_ahead_of_the_weights_by_no_more_than_the_bound(tmp_path: Path) -> None:
-    events, begun, steps = EventStream(), {}, []  # type: ignore[var-annotated]
+    events, started_run, steps = EventStream(), {}, []  # type: ignore[var-annotated]
 
     def watch(event: Event) -> None:
         if isinstance(event, RolloutStarted):
-            begun[event.group_id] = len(steps)  # how many steps had been made
+            started_run[event.group_id] = len(steps)  # how many steps had been made
         elif isinstance(event, StepFinished):
             steps.append(event)
 
     with events.subscribed(watch):
         result = await trained(tmp_path, events=events, max_staleness=1, max_concurrent_rollouts=100)
-    assert begun == {f"train-{number}": max(0, number // 2 - 1) for number in range(8)}
+    assert started_run == {f"train-{number}": max(0, number // 2 - 1) for number in range(8)}
     for step in steps:
         assert step.metrics["policy/staleness_max"] <= (0 if step.step == 1 else 1)
         assert step.metrics["rollout_seconds/trained/count"] == 4

@@ -80,15 +80,15 @@ def test_settings_that_shape_the_learning_cannot_change_and_are_named(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "expected_text"),
     [
         ("model", "other", "the model was 'tiny' and is now 'other'"),
         ("tasks", "xyz", "the tasks"),
         ("reward", "wordy", "the reward was 'brief' and is now 'wordy'"),
     ],
 )
-def test_a_changed_model_reward_or_task_list_is_refused(field: str, value: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_changed_model_reward_or_task_list_is_refused(field: str, value: str, expected_text: str) -> None:
+    with pytest.raises(ConfigError, match=expected_text):
         require_same_run(place(), replace(place(), **{field: value}))  # type: ignore[arg-type]
 
 
@@ -103,7 +103,7 @@ def test_a_run_with_a_decaying_learning_rate_cannot_be_extended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected_text"),
     [
         ({"system_prompt": "Do as you like."}, ["system message has changed"]),
         ({"tool_prompt": "There is a tool."}, ["system message has changed"]),
@@ -118,11 +118,13 @@ def test_a_run_with_a_decaying_learning_rate_cannot_be_extended() -> None:
         ({"max_consecutive_invalid_calls": 1}, ["max_consecutive_invalid_calls was 3 and is now 1"]),
     ],
 )
-def test_a_changed_agent_is_refused_and_the_differences_are_named(changes: dict[str, Any], said: list[str]) -> None:
+def test_a_changed_agent_is_refused_and_the_differences_are_named(
+    changes: dict[str, Any], expected_text: list[str]
+) -> None:
     now = replace(place(), agent=agent_fingerprint(agent(**changes)))
     with pytest.raises(ConfigError) as refusal:
         require_same_run(place(), now)
-    for part in said:
+    for part in expected_text:
         assert f"the agent's {part}" in str(refusal.value)
 
 
@@ -136,12 +138,12 @@ def test_settings_that_may_change_on_resume_exist() -> None:
 def test_before_there_is_a_checkpoint_rollouts_are_not_thrown_away_for_other_settings_either(
     tmp_path: Path, kept: str
 ) -> None:
-    run, begun = RunDirectory(tmp_path).ensure(), asdict(place())
+    run, started_run = RunDirectory(tmp_path).ensure(), asdict(place())
     run.journal.mkdir()
-    assert not can_resume(run, begun, place(learning_rate=0.5))  # there is nothing yet
+    assert not can_resume(run, started_run, place(learning_rate=0.5))  # there is nothing yet
     (tmp_path / kept).write_text("{}\n")
-    assert can_resume(run, begun, place())
+    assert can_resume(run, started_run, place())
     assert not can_resume(run, None, place())
     assert not can_resume(run, {"step": 0}, place())
     with pytest.raises(ConfigError, match=r"learning_rate was 1e-05 and is now 0.5"):
-        can_resume(run, begun, place(learning_rate=0.5))
+        can_resume(run, started_run, place(learning_rate=0.5))

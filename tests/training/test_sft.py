@@ -43,14 +43,14 @@ def fine() -> float:
 
 
 @cache
-def told() -> list[af.Trajectory]:
+def output() -> list[af.Trajectory]:
     tasks = [af.Task(f"Say {word}.", id=word) for word in ("apple", "blue", "book", "door", "fish", "green", "hand")]
     policy = af.ScriptedPolicy(lambda prompt, turn: prompt.rpartition("Say ")[2].partition(".")[0] * 2)
     return asyncio.run(af.run(AGENT, tasks, reward=fine, policy=policy)).trajectories
 
 
 def started(run_dir: Path, **settings: Any) -> SFTResult:
-    return sft(AGENT, told(), run_dir=run_dir, progress=False, **{**SMALL, **settings})
+    return sft(AGENT, output(), run_dir=run_dir, progress=False, **{**SMALL, **settings})
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
@@ -154,7 +154,7 @@ def test_a_run_resumes_only_with_the_settings_it_was_started_with(tmp_path):
     with pytest.raises(ConfigError, match="learning_rate"):
         started(tmp_path, epochs=1, learning_rate=1e-4, resume=True)
     with pytest.raises(ConfigError, match="the trajectories"):
-        sft(AGENT, told()[:4], run_dir=tmp_path, progress=False, resume=True, **{**SMALL, "epochs": 1})
+        sft(AGENT, output()[:4], run_dir=tmp_path, progress=False, resume=True, **{**SMALL, "epochs": 1})
 
 
 def test_a_warm_start_is_made_longer_where_its_learning_rate_does_not_depend_on_its_length(tmp_path):
@@ -218,8 +218,8 @@ def test_a_shipped_task_is_warm_started_from_its_oracle_as_the_guide_has_it(agen
     agentfly("rollout", config, "policy=oracle", "-n", "12", "--quiet", "run_dir=runs/oracle")
     [played] = RunDirectory("runs/oracle").saved_trajectories()
     assert [one.reward for one in load_trajectories(played)] == [1.0] * 12
-    told = agentfly("sft", config, "runs/oracle", "run_dir=runs/warm", "sft.learning_rate=1e-5", "sft.epochs=1")
-    assert re.search(r"trajectories learned from, rendered for this model . 12 ", told)
+    output = agentfly("sft", config, "runs/oracle", "run_dir=runs/warm", "sft.learning_rate=1e-5", "sft.epochs=1")
+    assert re.search(r"trajectories learned from, rendered for this model . 12 ", output)
     [checkpoint] = Path("runs/warm/checkpoints").iterdir()
     agentfly("train", config, f"model={checkpoint}", "training.steps=1", "training.tasks_per_step=2")
 
@@ -229,8 +229,8 @@ def test_a_model_learns_from_the_oracle_on_the_command_line(agentfly):
     agentfly("init", "shop")
     config = "shop/config.yaml"
     agentfly("rollout", config, "policy=oracle", "-n", "48", "--quiet", "run_dir=runs/oracle")
-    told = agentfly("sft", config, "runs/oracle", "run_dir=runs/warm", "sft.learning_rate=1e-3", "sft.epochs=3")
-    assert "trajectories learned from, rendered for this model" in told
+    output = agentfly("sft", config, "runs/oracle", "run_dir=runs/warm", "sft.learning_rate=1e-3", "sft.epochs=3")
+    assert "trajectories learned from, rendered for this model" in output
     scores = agentfly("eval", "runs/warm", "training.eval_attempts=1", "training.eval_temperature=0", "--json")
     assert json.loads(scores)["success"]["mean"] == 1.0
 

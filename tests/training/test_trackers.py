@@ -107,7 +107,7 @@ async def test_a_resumed_run_continues_the_same_run_of_each_tracker(run: RunDire
 
 
 @pytest.mark.parametrize(
-    ("methods", "said"),
+    ("methods", "expected_text"),
     [
         (["start"], "could not start, and receives nothing"),
         (["log"], "has missed metrics"),
@@ -116,12 +116,12 @@ async def test_a_resumed_run_continues_the_same_run_of_each_tracker(run: RunDire
     ],
 )
 async def test_a_failing_tracker_is_reported_once_and_does_not_affect_the_others(
-    run: RunDirectory, caplog: pytest.LogCaptureFixture, methods: list[str], said: str
+    run: RunDirectory, caplog: pytest.LogCaptureFixture, methods: list[str], expected_text: str
 ) -> None:
     notebook = Notebook()
     await follow(run, broken=Broken(*methods), mine=notebook)
     (message,) = [record.getMessage() for record in caplog.records]
-    assert f"The tracker broken {said}: ConnectionError: no route to host." in message
+    assert f"The tracker broken {expected_text}: ConnectionError: no route to host." in message
     assert len(notebook.told) == 3
 
 

@@ -76,13 +76,14 @@ async def test_a_run_that_is_awaited_takes_the_same_arguments_and_leaves_the_sam
 
 
 @pytest.mark.parametrize(
-    ("metric", "told"), [("reward/maen", "Did you mean 'reward/mean'"), ("accuracy", "There are: rollouts, .*finish/…")]
+    ("metric", "output"),
+    [("reward/maen", "Did you mean 'reward/mean'"), ("accuracy", "There are: rollouts, .*finish/…")],
 )
 def test_a_metric_that_no_evaluation_has_is_refused_before_anything_runs(
-    tmp_path: Path, metric: str, told: str
+    tmp_path: Path, metric: str, output: str
 ) -> None:
     settings: dict[str, Any] = {"eval_tasks": ["c"], "keep_best": True, "eval_metric": metric}
-    with pytest.raises(ConfigError, match=f"eval_metric='{metric}': evaluations have no such metric. {told}"):
+    with pytest.raises(ConfigError, match=f"eval_metric='{metric}': evaluations have no such metric. {output}"):
         train(AGENT, ["a"], brief, run_dir=tmp_path / "run", **settings)
     assert not (tmp_path / "run").exists()
 
@@ -184,16 +185,16 @@ def make_agent(model: str) -> Agent:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "output"),
     [
         (make_agent, r"pass the Agent, e.g. make_agent\('tiny'\)"),
         (look, "look is a tool, not an agent"),
         ("tiny", "agent is a str, not an Agent"),
     ],
 )
-def test_only_an_agent_can_be_trained_or_rolled_out(tmp_path: Path, given: object, told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_only_an_agent_can_be_trained_or_rolled_out(tmp_path: Path, given: object, output: str) -> None:
+    with pytest.raises(UsageError, match=output):
         train(given, ["a"], brief, run_dir=tmp_path / "run")  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=output):
         asyncio.run(run(given, ["a"]))  # type: ignore[arg-type]

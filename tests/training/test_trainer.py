@@ -262,13 +262,13 @@ async def test_resuming_with_settings_that_affect_learning_is_refused(tmp_path: 
     )
     with pytest.raises(ConfigError) as refusal:
         await other.run()
-    for said in (
+    for expected_text in (
         "temperature was 1.0 and is now 0.3",
         "the agent's system message has changed",
         "the agent's max_turns was 1 and is now 2",
         "the reward was 'later' and is now 'earlier'",
     ):
-        assert said in str(refusal.value)
+        assert expected_text in str(refusal.value)
 
 
 async def test_a_full_disk_is_reported_with_its_remedy_and_finished_rollouts_are_not_run_again(
@@ -386,10 +386,10 @@ async def test_a_run_that_is_stopped_again_and_again_ends_as_one_that_never_was(
 async def test_a_run_cancelled_in_its_update_waits_until_the_update_has_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, ended = threading.Event(), threading.Event()
+    started_run, ended = threading.Event(), threading.Event()
 
     def learn(self: Learner, rows: Any, advantages: Any, scores: Any, stop: threading.Event) -> dict[str, float]:
-        begun.set()
+        started_run.set()
         assert stop.wait(60)
         ended.set()
         raise UpdateCancelled
@@ -397,7 +397,7 @@ async def test_a_run_cancelled_in_its_update_waits_until_the_update_has_given_up
     monkeypatch.setattr(Learner, "learn", learn)
     async with load_policy("tiny") as policy:
         running = asyncio.create_task(trained(tmp_path, policy=policy))
-        assert await asyncio.to_thread(begun.wait, 60)
+        assert await asyncio.to_thread(started_run.wait, 60)
         running.cancel()
         await asyncio.sleep(0)
         running.cancel()  # a second Ctrl-C

@@ -151,9 +151,9 @@ def test_the_message_names_the_setting_to_use_instead(settings: Mapping[str, Any
 
 
 def test_all_unused_settings_are_reported_at_once() -> None:
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as output:
         TrainConfig(loss="policy_gradient", clip_low=0.1, clip_high=0.3, critic={"warmup_steps": 1})  # type: ignore[arg-type]
-    assert [line.split("=")[0] for line in str(told.value).splitlines()] == [
+    assert [line.split("=")[0] for line in str(output.value).splitlines()] == [
         "clip_low",
         "clip_high",
         "critic.warmup_steps",

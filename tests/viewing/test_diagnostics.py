@@ -44,15 +44,15 @@ def test_equal_rewards_that_made_a_loss_were_learned_from():
     ],
 )
 def test_a_step_without_an_update_shows_the_reason(metrics, reason):
-    told = sentences({"groups/zero_variance_fraction": 0.0, "policy/updates": 0.0} | metrics, TAUGHT)
-    assert told == [f"nothing learned in 1 of 2 steps: {reason}"]
+    output = sentences({"groups/zero_variance_fraction": 0.0, "policy/updates": 0.0} | metrics, TAUGHT)
+    assert output == [f"nothing learned in 1 of 2 steps: {reason}"]
 
 
 def test_clipping_before_any_update_is_reported_with_remedies():
     clipped = TAUGHT | {"policy/clip_fraction_first": 0.21, "policy/staleness_max": 0.0}
-    (told,) = sentences(clipped)
-    assert told.startswith("21% of the tokens are clipped before any update")
-    assert "dtype: float32" in told
+    (output,) = sentences(clipped)
+    assert output.startswith("21% of the tokens are clipped before any update")
+    assert "dtype: float32" in output
     assert sentences(TAUGHT, clipped)[0].startswith("up to 21%")
     assert sentences(clipped | {"policy/clip_fraction_first": 0.001}) == []
     assert sentences(clipped | {"policy/staleness_max": 1.0}) == []  # the weights that sampled were others

@@ -101,12 +101,12 @@ def test_on_a_terminal_the_last_drawing_has_the_figures_and_a_curve():
 
 @pytest.mark.parametrize("live", [False, True])
 def test_a_run_reports_its_number_format_and_the_cost_of_fewer_bits(live):
-    said = "bfloat16 rounds: log-probs differ a little between sampling and training"
+    message = "bfloat16 rounds: log-probs differ a little between sampling and training"
     started: dict[str, Any] = {"run_dir": "runs/x", "steps": 4, "start_step": 0, "model": "tiny", "device": "cuda:0"}
-    told = shown(live=live, events=[TrainingStarted(dtype="bfloat16", **started)])
-    assert "tiny in bfloat16 on cuda:0" in told
-    assert said in told
-    assert said not in shown(live=live, events=[TrainingStarted(dtype="float32", **started)])
+    output = shown(live=live, events=[TrainingStarted(dtype="bfloat16", **started)])
+    assert "tiny in bfloat16 on cuda:0" in output
+    assert message in output
+    assert message not in shown(live=live, events=[TrainingStarted(dtype="float32", **started)])
 
 
 def test_a_long_action_is_reported_once_outside_a_terminal():
@@ -133,9 +133,9 @@ def test_a_finished_run_reports_how_to_extend_it(live):
         ),
         TrainingFinished(step=4, seconds=0.1),
     ]
-    told = shown(live=live, events=events)
-    assert "already finished at step 4; to extend it, set a larger sft.epochs" in told
-    assert "first step" not in told[told.rindex("already") :]
+    output = shown(live=live, events=events)
+    assert "already finished at step 4; to extend it, set a larger sft.epochs" in output
+    assert "first step" not in output[output.rindex("already") :]
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -154,16 +154,16 @@ def test_a_rollout_that_was_cancelled_has_not_finished(live):
             "error": error,
         }
         events.append(RolloutFinished(time=140.0, rollout_id=name, group_id="g", **ended))  # type: ignore[arg-type]
-    told = shown(live=live, events=events)
-    assert "2 of 3 rollouts finished  reward 1.000  1 failed  1 cancelled" in told
-    assert "3 of 3" not in told
+    output = shown(live=live, events=events)
+    assert "2 of 3 rollouts finished  reward 1.000  1 failed  1 cancelled" in output
+    assert "3 of 3" not in output
 
 
 @pytest.mark.parametrize("live", [False, True])
 def test_a_run_that_ended_early_shows_the_reason_and_no_remaining_time(live):
-    told = shown(live=live, events=[*a_run(), TrainingFinished(step=2, seconds=20.0, reason="the target is met")])
-    assert "ended early, after step 2: the target is met" in told
-    assert not live or " left" not in told[told.rindex("step 2/4") :]
+    output = shown(live=live, events=[*a_run(), TrainingFinished(step=2, seconds=20.0, reason="the target is met")])
+    assert "ended early, after step 2: the target is met" in output
+    assert not live or " left" not in output[output.rindex("step 2/4") :]
 
 
 def test_a_step_with_unscored_rollouts_shows_its_first_failure():

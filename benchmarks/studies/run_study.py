@@ -100,7 +100,7 @@ async def run_study(
 
     async def make(run: StudyRun) -> None:
         async with places:
-            report(f"{run.label}: begins")
+            report(f"{run.label}: started")
             failure = await _train(run, study, words)
             report(f"{run.label}: {'failed' if failure else 'finished'}")
             failures.extend([f"{run.label}: {failure}"] if failure else [])
@@ -142,9 +142,9 @@ async def _train(run: StudyRun, study: Study, words: Sequence[str]) -> str | Non
         asked = [str(study.config_file), *study.words, *run.arm.words, *words, *own]
     log = path.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as said:
+    with log.open("ab") as log_file:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", run.arm.program, "train", *asked, stdout=said, stderr=said, env=_environment()
+            sys.executable, "-m", run.arm.program, "train", *asked, stdout=log_file, stderr=log_file, env=_environment()
         )
         try:
             code = await process.wait()

@@ -98,11 +98,11 @@ def run_side(name: str, command: Sequence[str], specification: dict[str, Any]) -
         )
     except subprocess.TimeoutExpired as error:
         raise AgentFlyError(f"The side of {name} took more than {_LIMIT_S:.0f} s. Measure a smaller model.") from error
-    said = done.stdout.strip().splitlines()
-    if done.returncode != 0 or not said:
+    output_lines = done.stdout.strip().splitlines()
+    if done.returncode != 0 or not output_lines:
         complaint = (done.stderr.strip() or "it printed nothing").splitlines()[-1]
         raise AgentFlyError(f"The side of {name} failed (exit code {done.returncode}): {complaint}")
-    return SideResult(**json.loads(said[-1]))
+    return SideResult(**json.loads(output_lines[-1]))
 
 
 def _numbers(side: SideResult) -> dict[str, Any]:
@@ -138,7 +138,7 @@ _LABELS = {"agentfly": "AgentFly", "trl": "trl GRPOTrainer", "agentfly_turns": f
 
 
 def render(result: dict[str, Any]) -> Table:
-    """The result as a table for people."""
+    """Return the result as a table."""
     work = result["work"]
     table = Table(
         title=f"Training {result['model']}, {work['dtype']}, {result['threads']} threads: {work['tasks']} x "

@@ -36,7 +36,7 @@ def main() -> None:
 
     def score(completions: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
         sampled.append(sum(map(len, completion_ids)))
-        return [zlib.crc32(said[-1]["content"].encode()) % 1000 / 1000 for said in completions]
+        return [zlib.crc32(messages[-1]["content"].encode()) % 1000 / 1000 for messages in completions]
 
     with tempfile.TemporaryDirectory() as scratch:
         config = GRPOConfig(

@@ -239,5 +239,5 @@ async def test_a_study_makes_the_runs_that_are_missing_and_no_others(tmp_path):
     (run.directory.checkpoints / "step-000001").rename(tmp_path / "lost")  # as if it had been killed before
     output.clear()
     await run_study(study(), tmp_path, seeds=1, words=TINIEST, report=output.append)
-    assert output == ["1 of 2 runs are finished already", "other, seed 1: begins", "other, seed 1: finished"]
+    assert output == ["1 of 2 runs are finished already", "other, seed 1: started", "other, seed 1: finished"]
     assert run.finished

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from agentfly.policies.embedded.policy import EmbeddedPolicy
 
 TARGET_SPEEDUP = 5.0
-"""Tokens a second of all rollouts at once, over one at a time."""
+"""Target of the ratio of tokens per second: all rollouts at once, over one at a time."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class SamplingWorkload:
     """Rollouts of several turns, all of the same lengths.
 
     Attributes:
-        rollouts: how many at once.
+        rollouts: number of concurrent rollouts.
         turns: generations of each.
         prompt, sampled, answer: tokens of the first prompt, of each generation, and of what comes between two of them.
     """
@@ -48,7 +48,7 @@ class SamplingWorkload:
 
     @property
     def sampled_tokens(self) -> int:
-        """The tokens that one rollout samples."""
+        """Number of tokens that one rollout samples."""
         return self.turns * self.sampled
 
 
@@ -79,7 +79,7 @@ async def tokens_per_second(policy: Policy, work: SamplingWorkload, *, rollouts:
 
 
 def static_batch_tokens_per_second(policy: EmbeddedPolicy, work: SamplingWorkload) -> float:
-    """Sampled tokens a second of transformers' own ``generate``: the first turn of all rollouts as one static batch."""
+    """Return the tokens per second of transformers' ``generate`` for all first turns as one static batch."""
     import torch
 
     words = policy.tokenizer.encode_text(_WORDS)
@@ -101,14 +101,14 @@ def static_batch_tokens_per_second(policy: EmbeddedPolicy, work: SamplingWorkloa
 
 
 async def measure_embedded(model: str | Path, work: SamplingWorkload) -> dict[str, float]:
-    """The embedded policy at its most and its least concurrent, and transformers' own static batch, in one process.
+    """Measure the embedded policy with all rollouts at once and one at a time, and transformers' static batch.
 
     Returns:
-        Tokens a second: ``together`` (all rollouts at once), ``alone`` (one at a time), ``static_batch``.
+        Tokens per second: ``together`` (all rollouts at once), ``alone`` (one at a time), ``static_batch``.
     """
     policy = await run_in_thread(load_policy, model, max_concurrent_generations=work.rollouts)
     async with policy:
-        await tokens_per_second(policy, work, rollouts=2, label="first")  # what happens once is not what is measured
+        await tokens_per_second(policy, work, rollouts=2, label="first")  # excludes one-time costs
         alone = await tokens_per_second(policy, work, rollouts=1, label="alone")
         together = await tokens_per_second(policy, work, rollouts=work.rollouts, label="together")
         async with policy.exclusive_access():
@@ -117,7 +117,7 @@ async def measure_embedded(model: str | Path, work: SamplingWorkload) -> dict[st
 
 
 async def measure_vllm(model: str | Path, work: SamplingWorkload, python: str) -> float:
-    """Tokens a second of the same rollouts at once, by a server of vLLM that runs in the environment of ``python``."""
+    """Return the tokens per second of the same rollouts with a vLLM server in the environment of ``python``."""
     spec = ModelServerSpec(model=str(model), python=python, dtype="bfloat16", context_length=2048)
     async with VLLMPolicy(spec) as policy:
         await tokens_per_second(policy, work, rollouts=2, label="first")
@@ -127,7 +127,7 @@ async def measure_vllm(model: str | Path, work: SamplingWorkload, python: str) -
 def run_sampling_bench(
     model: str | Path, work: SamplingWorkload | None = None, *, vllm_python: str | None = None
 ) -> dict[str, Any]:
-    """Measure a model's sampling; the result is JSON-able.
+    """Measure the sampling of a model. The result is a JSON value.
 
     Args:
         model: the model.
@@ -155,7 +155,7 @@ def run_sampling_bench(
 
 
 def render(result: dict[str, Any]) -> Table:
-    """The result as a table for people."""
+    """Return the result as a table."""
     work, speeds = result["work"], result["tokens_per_second"]
     table = Table(
         title=f"Sampling {result['model']}: {work['rollouts']} rollouts of {work['turns']} turns, "

@@ -34,7 +34,7 @@ class PoolWorkload:
     """Rollouts that share a pool.
 
     Args:
-        rollouts: how many there are.
+        rollouts: number of rollouts.
         longest_wait: each begins with a wait between 0 and this, in seconds.
         tools: seconds of the tool calls made while an instance is held.
         generations: seconds of the generations between them, while it is held too.
@@ -54,15 +54,15 @@ class PoolWorkload:
 
     @property
     def held(self) -> float:
-        """For how long each needs it."""
+        """Seconds for which each rollout holds its instance."""
         return sum(self.tools) + sum(self.generations)
 
 
 def best_seconds(waits: Iterable[float], held: float, capacity: int) -> float:
-    """The shortest time in which all can be done: the end of a best schedule.
+    """Return the shortest possible time for all rollouts: the end of an optimal schedule.
 
     Args:
-        waits: seconds from the beginning until each rollout needs an instance.
+        waits: seconds from the start until each rollout needs an instance.
         held: seconds for which each needs it.
         capacity: how many instances there are.
     """
@@ -73,9 +73,9 @@ def best_seconds(waits: Iterable[float], held: float, capacity: int) -> float:
 
 
 async def measure_pool(work: PoolWorkload, capacity: int) -> dict[str, float]:
-    """Do the work with a pool of `capacity` instances that cost nothing, so that what is lost is the engine's doing.
+    """Measure the work with a pool of `capacity` instances without start-up cost. Any lost time is the engine's.
 
-    They are there when it begins: what it takes to start instances is a matter of their kind.
+    All instances exist from the start, because the time to start them depends on their kind.
 
     Returns:
         ``best_s``: see `best_seconds`. ``measured_s``: what it took. ``occupancy``: the one over the other.
@@ -101,7 +101,7 @@ async def measure_pool(work: PoolWorkload, capacity: int) -> dict[str, float]:
 
 
 async def _fill(engine: ResourceEngine, spec: FakeSpec) -> None:
-    """Have every instance of a pool up and idle."""
+    """Start every instance of a pool and leave it idle."""
     leases = await asyncio.gather(*(engine.acquire(spec, f"first {number}") for number in range(spec.capacity)))
     for lease in leases:
         await engine.release(lease)
@@ -140,10 +140,10 @@ async def _with_semaphore(work: PoolWorkload, waits: Sequence[float], capacity: 
 
 
 def measure_occupancy(work: PoolWorkload | None = None, capacities: Sequence[int] = CAPACITIES) -> dict[str, Any]:
-    """Do the same work over pools of several sizes, one after the other.
+    """Measure the same work with pools of several sizes, one after the other.
 
     Returns:
-        ``target``, ``rollouts``, ``held_s`` (by each), and by capacity under ``pools`` what `measure_pool` says.
+        ``target``, ``rollouts``, ``held_s`` (by each), and by capacity under ``pools`` the result of `measure_pool`.
     """
     plan = work or PoolWorkload()
 

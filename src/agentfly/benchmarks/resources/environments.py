@@ -14,7 +14,7 @@ from agentfly.resources.environments.environment import Environment
 from agentfly.resources.environments.spec import EnvironmentSpec
 
 IMPORTS = "asyncio, decimal, email.message, http.client, sqlite3, unittest.mock, xml.dom.minidom, zoneinfo"
-"""What the module of the measured simulator imports: as much as a small simulator does."""
+"""Imports of the measured simulator's module, typical of a small simulator."""
 
 _MODULE = "agentfly_measured_simulator"
 
@@ -53,7 +53,7 @@ async def _measure(rounds: int) -> dict[str, Any]:
 
 
 async def _one(starts: Literal["fork", "spawn"], times: dict[str, list[float]]) -> float:
-    """Measure one instance; milliseconds of its start."""
+    """Return the milliseconds of the start of one instance."""
     spec = EnvironmentSpec(factory=f"{_MODULE}:Simulator", runs="process", starts=starts)
     simulator = Environment(spec, f"measured-{starts}")
     began = time.perf_counter()

@@ -26,7 +26,7 @@ from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.engine.engine import ResourceEngine
 
 BareStart = Callable[[ContainerSpec, int], tuple[float, float]]
-"""Starts and ends the bare program of a backend; gives the milliseconds of both. The number is of the round."""
+"""Starts and ends the bare program of a backend, and returns the milliseconds of both. The argument is the round."""
 
 BareSession = Callable[[], AbstractContextManager[BareShell]]
 """A bash of the backend's bare program, on pipes, for a block."""
@@ -175,7 +175,7 @@ async def _reset_often(box: Container, rounds: int, timed: Timed) -> None:
 
 
 async def _acquire_warm(spec: ContainerSpec, rounds: int, timed: Timed) -> None:
-    """Acquire one that stands ready, again and again; each is reset in the background after its release."""
+    """Acquire an idle container repeatedly. Each is reset in the background after its release."""
     one = replace(spec, capacity=1, warm=0)
     with tempfile.TemporaryDirectory() as directory:
         async with ResourceEngine(ledger=Path(directory)) as engine:
@@ -240,6 +240,6 @@ async def _measure_many(spec: ContainerSpec, count: int) -> dict[str, Any]:
 
 
 def _available_memory() -> int:
-    """Bytes that programs could still take on this machine."""
+    """Return the available memory of this machine in bytes."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -35,13 +35,13 @@ from agentfly.rollouts.runner import Runner
 from agentfly.testing.fake_resource import FakeBackend, FakeSpec
 
 MAX_CPU_MS_PER_TURN = 0.5
-"""The processor time that is aimed at: of everything but the tokenizer, with every event recorded."""
+"""Target of the processor time without the tokenizer, with every event recorded."""
 
 MAX_SYNC_POINTS = 2.0
-"""By how many percentage points of efficiency sync tools may be slower than async ones."""
+"""Target of the efficiency that sync tools may lose against async tools, in percentage points."""
 
 MAX_KB_PER_ROLLOUT = 200
-"""The memory of a running rollout that is aimed at, beside its tokens."""
+"""Target of the memory of a running rollout without its tokens, in kB."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ async def open_runner(
 
     @tool
     def toil(turn: int, context: Context) -> str:
-        """Do some work that takes a known time, and a thread.
+        """Do some work that takes a known time, on a thread.
 
         Args:
             turn: number of the turn.
@@ -287,7 +287,7 @@ _HEADINGS = ("", "rollouts", "turns", "best s", "bare s", "measured", "efficienc
 
 
 def render(result: dict[str, Any]) -> Group:
-    """The workloads, a row each, with another one for sync tools, and the memory below."""
+    """Return a table with one row per workload, another for its sync tools, and the memory below."""
     table = Table(title="Rollouts: best possible time / measured time", pad_edge=False, padding=(0, 1, 0, 0))
     for heading in _HEADINGS:
         table.add_column(heading, justify="right")

@@ -1,4 +1,4 @@
-"""TimedModel: a policy that says what a workload's plans want it to say, in the time that they give it."""
+"""TimedPolicy: a policy whose texts and durations follow the plans of a workload."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class MeteredTokenizer(ByteTokenizer):
         self._notes: _RecordedCalls | None = None
 
     def start_recording(self) -> None:
-        """Begin to note what is asked for."""
+        """Start to record calls."""
         self._notes = _RecordedCalls()
 
     def cpu_seconds(self) -> float:
-        """Processor time of what was asked for since `note`."""
+        """Return the processor time of the calls since `note`."""
         notes, self._notes = self._notes or _RecordedCalls(), None
         decoded = [super(MeteredTokenizer, self).encode_text(text) for text in notes.decoded]
         began = time.thread_time()
@@ -103,7 +103,7 @@ class TimedPolicy:
         self.held_turn: int | None = None
         self._plans = plans
         self._turns: dict[str, int] = {}
-        self._said = {
+        self._texts = {
             sync: [self._ids(HermesFormat().write(name, {"turn": turn})) for turn in range(_MOST_TURNS)]
             for sync, name in TOOLS.items()
         }
@@ -117,7 +117,7 @@ class TimedPolicy:
         rollout_id: str,
         images: Sequence[PlacedImage] = (),
     ) -> Generation:
-        """The plan's next turn, after the time that it takes."""
+        """Return the plan's next turn after its planned time."""
         self.calls += 1
         turn = self._turns.get(rollout_id, 0)
         self._turns[rollout_id] = turn + 1
@@ -125,7 +125,7 @@ class TimedPolicy:
         await asyncio.sleep(plan.generations[turn])
         if turn == self.held_turn:
             await self.hold.wait()
-        ids = self._said[plan.sync[turn]][turn] if turn < len(plan.tools) else self._last
+        ids = self._texts[plan.sync[turn]][turn] if turn < len(plan.tools) else self._last
         return Generation(ids, [0.0] * len(ids), "stop", self.version)
 
     def release_rollout(self, rollout_id: str) -> None:

@@ -20,7 +20,7 @@ class Latency(Protocol):
 
 @dataclass(frozen=True)
 class Uniform:
-    """Anything from ``low`` to ``high`` seconds, alike."""
+    """A uniform distribution from ``low`` to ``high`` seconds."""
 
     low: float
     high: float
@@ -32,7 +32,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Most calls near ``median`` seconds, a few far longer, none above ``cap``.
+    """A log-normal distribution around ``median`` seconds, with a few much longer calls, limited to ``cap``.
 
     Args:
         median: half of the calls are shorter, in seconds.
@@ -54,7 +54,7 @@ class RolloutPlan:
     """One rollout of a workload.
 
     Attributes:
-        generations: seconds of each generation; every one but the last is answered by a tool call.
+        generations: seconds of each generation; each but the last is followed by a tool call.
         tools: seconds of each tool call.
         sync: whether each of them is a sync function, which runs on a thread.
         reward: seconds of the reward.
@@ -76,8 +76,8 @@ class SandboxPool:
     """Sandboxes that the rollouts share: each holds one from its first tool call to its end.
 
     Attributes:
-        capacity: how many there are at most.
-        start_seconds: how long one takes to start. A used one serves the next rollout at once.
+        capacity: maximum number of sandboxes.
+        start_seconds: duration of a start. A used sandbox serves the next rollout immediately.
     """
 
     capacity: int
@@ -90,7 +90,7 @@ class Workload:
 
     Attributes:
         name: the workload's letter.
-        rollouts: how many run at once.
+        rollouts: number of concurrent rollouts.
         turns: the fewest and the most generations of a rollout.
         model, tools, rewards: how long a call takes.
         target: the efficiency that is aimed at.
@@ -135,7 +135,7 @@ class Workload:
 
 
 def _served_in_order(plans: Sequence[RolloutPlan], pool: SandboxPool) -> float:
-    """When the last rollout ends, if sandboxes are started as they are asked for and handed on as they come back."""
+    """Return the end of the last rollout if sandboxes start on request and are reused in order of release."""
     asking = sorted((plan.generations[0], plan.seconds - plan.generations[0]) for plan in plans if plan.tools)
     ends = [plan.seconds for plan in plans if not plan.tools]
     back: list[float] = []  # when each sandbox comes back, the earliest first

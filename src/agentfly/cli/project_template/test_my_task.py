@@ -28,7 +28,7 @@ def test_the_tool_looks_at_a_shelf_and_ends_the_task() -> None:
     assert result.done
 
 
-def test_the_tool_tells_of_a_shelf_that_is_not_there() -> None:
+def test_the_tool_reports_a_missing_shelf() -> None:
     with pytest.raises(af.ToolError, match="no shelf of 'gold'"):
         my_task.check("gold")
 

@@ -134,7 +134,7 @@ async def test_an_engine_that_is_blocked_is_shown_with_what_its_ledger_says(tmp_
     other = await asyncio.to_thread(another_process, "blocked")
     (run,) = await find_runs(tmp_path)
     assert (run.pid, run.dead, run.snapshot) == (other.pid, False, None)
-    assert "does not answer" in run.no_answer_reason
+    assert "no answer within" in run.no_answer_reason
     assert [entry.kind for entry in run.started] == ["fake"]
 
 

@@ -20,6 +20,7 @@ from agentfly.core.files import (
     atomic_write,
     file_lock,
     is_same_file,
+    read_json_lines,
     recover_lines,
     replace_text,
     try_lock,
@@ -203,3 +204,9 @@ def test_a_durable_replacement_puts_its_name_on_the_disk_too(tmp_path: Path, mon
     with atomic_write(tmp_path / "quick", durable=False) as file:
         file.write(b"x")
     assert synced == ["file", "directory"]
+
+
+def test_a_line_that_is_nested_too_deeply_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"a": 1}\n{"b": ' + "[" * 100_000 + '\n{"c": 2}\n')
+    assert read_json_lines(path) == [{"a": 1}, {"c": 2}]

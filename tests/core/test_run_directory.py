@@ -173,3 +173,9 @@ def test_of_a_run_that_has_not_begun_the_directories_above_go_too_that_were_made
     (tmp_path / "runs").mkdir()
     RunDirectory.create(tmp_path / "runs").remove_unless_begun()
     assert list(tmp_path.iterdir()) == [tmp_path / "runs"]
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300])
+def test_a_name_that_no_directory_can_have_is_refused_with_the_cure(tmp_path, name) -> None:
+    with pytest.raises(PrerequisiteError, match=r"cannot be created.*run_dir="):
+        RunDirectory(tmp_path / name).ensure()

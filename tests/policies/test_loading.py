@@ -57,6 +57,14 @@ async def test_a_saved_model_is_loaded_and_samples(
     assert (len(generation.ids), policy.context_length, policy.device) == (4, 1024, CPU)
 
 
+def test_weights_in_a_pickle_are_not_read(make_model: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+    model = make_model()
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(PrerequisiteError, match=r"holds no causal language model.*safetensors"):
+        load_model(tmp_path, CPU, torch.float32)
+
+
 def test_a_directory_without_weights_is_told(tmp_path: Path) -> None:
     with pytest.raises(PrerequisiteError, match="holds no causal language model"):
         load_model(tmp_path, CPU, torch.float32)

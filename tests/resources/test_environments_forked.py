@@ -20,9 +20,11 @@ import psutil
 import pytest
 
 from agentfly.core.errors import ResourceDied
+from agentfly.core.user_directories import state_directory
 from agentfly.resources.environments import fork_server
 from agentfly.resources.environments.environment import Environment
 from agentfly.resources.environments.spec import EnvironmentSpec
+from agentfly.resources.process.ledger import read_ledger
 
 SIMULATOR = """
     import os, random, socket, subprocess, sys, threading, time
@@ -132,6 +134,24 @@ async def test_what_a_factory_needs_is_imported_once_for_all_its_simulators(make
     (imported_in,) = importers(notes)
     assert imported_in not in pids
     assert {(await simulator.parents())[1] for simulator in simulators} == {imported_in}
+    await released(simulators)
+
+
+async def test_the_directory_of_the_imports_is_on_record_before_it_exists(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[bool] = []
+    create = fork_server.PrivateDirectory.make
+
+    def created(self: fork_server.PrivateDirectory) -> None:
+        files = state_directory().glob("record-*.ledger")
+        entries = [entry for file in files for entry in read_ledger(file)[1]]
+        recorded.append(any(entry.traces == {"directory": str(self.path)} for entry in entries))
+        create(self)
+
+    monkeypatch.setattr(fork_server.PrivateDirectory, "make", created)
+    simulators = await alive([make()])
+    assert recorded == [True]
     await released(simulators)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -259,6 +260,7 @@ def test_a_damaged_part_is_refused_by_whatever_reads_it(tmp_path, how) -> None:
 @given(content=st.binary(max_size=400), name=st.sampled_from(["state.json", "sft.json", "learner.pt"]))
 @example(content=b"[]", name="state.json")
 @example(content=b'{"format": 5, "evaluations": 5}', name="state.json")
+@example(content=b"[" * 100_000, name="state.json")
 @example(content=b'{"format": 4}', name="state.json")
 @example(content=b'{"format": 4}', name="sft.json")
 @example(content=b'{"format": 4, "model": "m", "examples": "", "config": {}, "more": 1}', name="sft.json")
@@ -307,3 +309,12 @@ def test_a_disk_that_is_full_for_torch_is_reported_as_full(tmp_path, monkeypatch
 
     with pytest.raises(PrerequisiteError, match=r"no space is left.*--resume"):
         Checkpoints(tmp_path, keep=1).save(1, write)
+
+
+@pytest.mark.parametrize("change", [{"step": "7"}, {"cursor": 1.5}, {"version": None}])
+def test_a_state_with_a_number_of_another_type_is_refused(tmp_path, change) -> None:
+    write_trainer_state(tmp_path, PLACE, {"steps": 3})
+    file = tmp_path / "trainer" / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ConfigError, match=rf"damaged: TypeError: {next(iter(change))} is .*whole number"):
+        read_trainer_state(tmp_path)

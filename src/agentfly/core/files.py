@@ -178,7 +178,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     for line in filter(None, path.read_bytes().split(b"\n")):
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # cut, or nested too deeply for any line of ours
             continue
         if isinstance(value, dict):
             values.append(value)

@@ -79,8 +79,8 @@ class RunDirectory:
             FileExistsError: ``new`` was asked for and the directory exists.
             PrerequisiteError: the directory cannot be written.
         """
-        missing = list(itertools.takewhile(lambda one: not one.exists(), (self.path, *self.path.parents)))
         try:
+            missing = list(itertools.takewhile(lambda one: not one.exists(), (self.path, *self.path.parents)))
             self.path.mkdir(parents=True, exist_ok=not new)
             self._made += missing
             self.trajectories.mkdir(exist_ok=True)
@@ -88,9 +88,9 @@ class RunDirectory:
             if new and self.path.is_dir():
                 raise
             raise ConfigError(f"{self.path} cannot hold a run: a file of that name is in the way.") from None
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a null character in the path
             raise PrerequisiteError(
-                f"The run's directory {self.path} cannot be made: {error.strerror}. "
+                f"The run's directory {str(self.path)!r:.200} cannot be created: {getattr(error, 'strerror', error)}. "
                 "Choose a directory that you may write (run_dir=...)."
             ) from error
         return self

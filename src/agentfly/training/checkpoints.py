@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentfly.core.errors import ConfigError, PrerequisiteError, describe_error, type_of
+from agentfly.core.numbers import is_whole
 from agentfly.core.run_directory import numbered
 from agentfly.policies.embedded.loading import has_adapters, load_adapters, quiet_transformers, save_adapters
 from agentfly.training.evaluator import EvaluationHistory
@@ -302,14 +303,18 @@ def read_state(path: Path, name: str, parse: Callable[[dict[str, Any]], T]) -> T
         value = json.loads(file.read_text(encoding="utf-8"))
         if value.pop("format") == FORMAT:
             return parse(value)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file} is damaged: {describe_error(error)}. Resume another checkpoint.") from None
     raise ConfigError(f"{file} was written by another version of AgentFly, and cannot be resumed by this one.")
 
 
 def trainer_state_from(value: dict[str, Any]) -> TrainerState:
     """Return the trainer state for plain values from `dataclasses.asdict`."""
-    return TrainerState(**{**value, "evaluations": EvaluationHistory(**value["evaluations"])})
+    state = TrainerState(**{**value, "evaluations": EvaluationHistory(**value["evaluations"])})
+    for name in ("step", "cursor", "version"):
+        if not is_whole(getattr(state, name)):
+            raise TypeError(f"{name} is {getattr(state, name)!r:.100}, and must be a whole number")
+    return state
 
 
 def read_learner_state(path: Path) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def load_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrain
     try:
         _refuse_unsupported(path, AutoConfig.from_pretrained(path, local_files_only=True))
         model: PreTrainedModel = _weights_of(path, dtype)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise PrerequisiteError(f"{path} holds no causal language model that transformers can load: {error}") from error
     model = model.to(device).eval()  # type: ignore[arg-type]
     enable_packed_attention(model)

@@ -23,6 +23,7 @@ from agentfly.core.errors import ResourceDied
 from agentfly.core.user_directories import state_directory
 from agentfly.resources.environments import fork_server
 from agentfly.resources.environments.environment import Environment
+from agentfly.resources.environments.private_directory import PrivateDirectory
 from agentfly.resources.environments.spec import EnvironmentSpec
 from agentfly.resources.process.ledger import read_ledger
 
@@ -141,15 +142,16 @@ async def test_the_directory_of_the_imports_is_on_record_before_it_exists(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded: list[bool] = []
-    create = fork_server.PrivateDirectory.make
+    create = PrivateDirectory.make
 
-    def created(self: fork_server.PrivateDirectory) -> None:
+    def created(self: PrivateDirectory) -> None:
         files = state_directory().glob("record-*.ledger")
         entries = [entry for file in files for entry in read_ledger(file)[1]]
-        recorded.append(any(entry.traces == {"directory": str(self.path)} for entry in entries))
+        if "-imports-" in self.path.name:
+            recorded.append(any(entry.traces == {"directory": str(self.path)} for entry in entries))
         create(self)
 
-    monkeypatch.setattr(fork_server.PrivateDirectory, "make", created)
+    monkeypatch.setattr(PrivateDirectory, "make", created)
     simulators = await alive([make()])
     assert recorded == [True]
     await released(simulators)

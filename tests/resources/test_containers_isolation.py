@@ -24,9 +24,9 @@ from agentfly.resources.containers.bubblewrap.launcher import (
     BubblewrapCapabilities,
     Launcher,
     Tier,
-    user_namespace_hint,
 )
 from agentfly.resources.containers.bubblewrap.program import BubblewrapProgram
+from agentfly.resources.containers.capabilities import user_namespace_hint
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
 from agentfly.resources.process.procfs import descendants, private_memory_bytes

@@ -26,9 +26,9 @@ from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.sandbox_processes import PidNamespace
 from agentfly.resources.containers.shell import FloodLimiter
 from agentfly.resources.containers.spec import ContainerSpec
+from agentfly.resources.containers.stream_shell.channels import Stream
 from agentfly.resources.containers.stream_shell.protocol import MAX_REPORT_BYTES, ReportSplitter, ShellScripts
 from agentfly.resources.containers.stream_shell.shell import StreamShell
-from agentfly.resources.containers.stream_shell.stream import Stream
 from agentfly.resources.process.procfs import children
 from agentfly.resources.resource import Status
 from tests.support.scale import scaled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from agentfly.core.errors import PrerequisiteError
@@ -137,3 +138,51 @@ class Capabilities:
             "snapshot": "what fork() returned",
         }
         return " or ".join(words[kind] for kind in self.images) or "nothing"
+
+
+FILTER_MISSING = (
+    "No system call filter: it needs 64-bit x86_64 or aarch64, and a kernel with seccomp. Programs inside may make all "
+    "system calls that their user may."
+)
+
+
+def cgroups_missing(effect: str) -> str:
+    """Return what it means that this process may create no control groups, and how to get them.
+
+    Args:
+        effect: the effect on limits, as a clause.
+    """
+    return (
+        f"No control groups: this process may not create any, so {effect}. For hostile code, start under "
+        "'systemd-run --user --scope -p Delegate=yes …', or as root; in a container, mount /sys/fs/cgroup writable."
+    )
+
+
+def user_namespace_hint(complaint: str, settings: Path = Path("/proc/sys")) -> str:
+    """Return how to enable user namespaces for bubblewrap, judged by the kernel settings that forbid them.
+
+    Args:
+        complaint: the error output of bubblewrap.
+        settings: the directory of the kernel settings.
+    """
+    switches = (
+        ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
+        (
+            "kernel/apparmor_restrict_unprivileged_userns",
+            "1",
+            "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
+        ),
+        ("user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
+    )
+    for name, forbids, cure in switches:
+        path = settings / name
+        if path.is_file() and path.read_text().strip() == forbids:
+            return (
+                f"Ordinary users may not create user namespaces here ({name.replace('/', '.')} is {forbids}). "
+                f"As root, run: {cure}"
+            )
+    return (
+        f"bubblewrap could not create its namespaces: {complaint.strip() or 'it gave no reason'}. If this is inside a "
+        "container, start that with '--security-opt seccomp=unconfined --security-opt apparmor=unconfined "
+        "--security-opt systempaths=unconfined', or with '--privileged'."
+    )

@@ -15,39 +15,6 @@ from pathlib import Path
 
 from agentfly.resources.process.procfs import children, descendants, signal_descendants, start_time
 
-
-class ChildList:
-    """The children of a process with one thread, as every shell has.
-
-    The kernel lists them in a file. It is opened once, which makes each lookup cheap.
-    """
-
-    def __init__(self, pid: int) -> None:
-        """Attach to the process `pid`. If it is gone, it has no children."""
-        try:
-            self._descriptor = os.open(f"/proc/{pid}/task/{pid}/children", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            self._descriptor = -1
-        self._text = b""
-        self._pids: frozenset[int] = frozenset()
-
-    def pids(self) -> frozenset[int]:
-        """Their process ids on the host."""
-        try:
-            text = os.pread(self._descriptor, 65536, 0)
-        except OSError:  # it is gone
-            text = b""
-        if text != self._text:
-            self._text, self._pids = text, frozenset(map(int, text.split()))
-        return self._pids
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
 _ROUNDS = 100
 
 

@@ -54,7 +54,12 @@ from agentfly.resources.containers.bubblewrap.syscalls import (
     unmount,
     unshare_mounts,
 )
-from agentfly.resources.containers.capabilities import Capabilities
+from agentfly.resources.containers.capabilities import (
+    FILTER_MISSING,
+    Capabilities,
+    cgroups_missing,
+    user_namespace_hint,
+)
 from agentfly.resources.containers.runtime_directory import (
     GROUPS,
     SANDBOX_UID,
@@ -109,15 +114,7 @@ NOT_COUNTED = (
     "memory that a program hides on purpose, in shared mappings that it unmaps in part, or in tables of the kernel"
 )
 NOT_COUNTED_UNFILTERED = "files in memory that have no name (memfd_create), and System V's shared memory"
-CGROUPS_MISSING = (
-    "No control groups: this process may not create any, so a watchdog enforces memory limits, and processor time is "
-    "not limited. For hostile code, start under 'systemd-run --user --scope -p Delegate=yes …', or as root; in a "
-    "container, mount /sys/fs/cgroup writable."
-)
-FILTER_MISSING = (
-    "No system call filter: it needs 64-bit x86_64 or aarch64, and a kernel with seccomp. Programs inside may make all "
-    "system calls that their user may."
-)
+CGROUPS_MISSING = cgroups_missing("a watchdog enforces memory limits, and processor time is not limited")
 ROOT_MOUNTS_MISSING = (
     "Root here may not mount ({reason}), so system directories are read-only inside. In a container, add "
     "'--cap-add SYS_ADMIN --security-opt apparmor=unconfined'."
@@ -139,36 +136,6 @@ def unaccounted_memory(*, accounted: bool, filtered: bool) -> tuple[str, ...]:
     if accounted:
         return ()
     return (NOT_COUNTED,) if filtered else (NOT_COUNTED, NOT_COUNTED_UNFILTERED)
-
-
-def user_namespace_hint(complaint: str, settings: Path = Path("/proc/sys")) -> str:
-    """Return how to enable user namespaces for bubblewrap, judged by the kernel settings that forbid them.
-
-    Args:
-        complaint: the error output of bubblewrap.
-        settings: the directory of the kernel settings.
-    """
-    switches = (
-        ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
-        (
-            "kernel/apparmor_restrict_unprivileged_userns",
-            "1",
-            "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
-        ),
-        ("user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
-    )
-    for name, forbids, cure in switches:
-        path = settings / name
-        if path.is_file() and path.read_text().strip() == forbids:
-            return (
-                f"Ordinary users may not create user namespaces here ({name.replace('/', '.')} is {forbids}). "
-                f"As root, run: {cure}"
-            )
-    return (
-        f"bubblewrap could not create its namespaces: {complaint.strip() or 'it gave no reason'}. If this is inside a "
-        "container, start that with '--security-opt seccomp=unconfined --security-opt apparmor=unconfined "
-        "--security-opt systempaths=unconfined', or with '--privileged'."
-    )
 
 
 P = ParamSpec("P")

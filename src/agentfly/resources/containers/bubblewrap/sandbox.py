@@ -14,10 +14,10 @@ from agentfly.core.errors import ResourceDied, ResourceStartError
 from agentfly.resources.containers.backend import Sandbox
 from agentfly.resources.containers.bubblewrap.launcher import Launcher
 from agentfly.resources.containers.bubblewrap.memory_watchdog import MemoryWatchdog
-from agentfly.resources.containers.bubblewrap.ports import NamespaceSockets
 from agentfly.resources.containers.bubblewrap.process import BubblewrapProcess
 from agentfly.resources.containers.bubblewrap.shell import PipeShell
 from agentfly.resources.containers.command import Command, CommandOutcome
+from agentfly.resources.containers.port_forwarding import NamespaceSockets
 from agentfly.resources.containers.spec import ContainerSpec, SnapshotImage
 from agentfly.resources.process.cgroups import OOMKillCounter
 

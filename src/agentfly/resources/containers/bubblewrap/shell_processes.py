@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from agentfly.resources.containers.bubblewrap.launcher import Launcher
-from agentfly.resources.containers.sandbox_processes import ChildList, PidNamespace
+from agentfly.resources.containers.sandbox_processes import PidNamespace
 from agentfly.resources.containers.shell import FloodLimiter
 from agentfly.resources.process.procfs import children
 
@@ -127,6 +127,38 @@ class ReportReader:
         self.close()
         self._flooded()
         return True
+
+
+class ChildList:
+    """The children of a process with one thread, as every shell has.
+
+    The kernel lists them in a file. It is opened once, which makes each lookup cheap.
+    """
+
+    def __init__(self, pid: int) -> None:
+        """Attach to the process `pid`. If it is gone, it has no children."""
+        try:
+            self._descriptor = os.open(f"/proc/{pid}/task/{pid}/children", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._descriptor = -1
+        self._text = b""
+        self._pids: frozenset[int] = frozenset()
+
+    def pids(self) -> frozenset[int]:
+        """Their process ids on the host."""
+        try:
+            text = os.pread(self._descriptor, 65536, 0)
+        except OSError:  # it is gone
+            text = b""
+        if text != self._text:
+            self._text, self._pids = text, frozenset(map(int, text.split()))
+        return self._pids
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 _INLINE_CHILDREN = 16  # with more children, lookups run on a thread

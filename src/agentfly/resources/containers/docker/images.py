@@ -21,6 +21,7 @@ from agentfly.core.threads.pool import run_in_thread
 from agentfly.resources.containers.docker.engine import (
     OWNER,
     REMOVE_CONTAINER,
+    EngineStream,
     connect,
     engine_call,
     is_not_found,
@@ -28,9 +29,8 @@ from agentfly.resources.containers.docker.engine import (
     owner_of,
     remove_container,
 )
-from agentfly.resources.containers.docker.stream import EngineStream
 from agentfly.resources.containers.spec import ContainerSpec
-from agentfly.resources.containers.stream_shell.stream import Stream
+from agentfly.resources.containers.stream_shell.channels import Stream
 from agentfly.resources.process.ledger import CleanupRecord
 
 if TYPE_CHECKING:

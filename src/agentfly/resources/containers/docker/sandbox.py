@@ -18,18 +18,17 @@ from agentfly.resources.containers.command import Command, CommandOutcome
 from agentfly.resources.containers.docker.container_config import AGENT, ROOT, ContainerConfig, drop_privileges_command
 from agentfly.resources.containers.docker.engine import (
     EngineCapabilities,
+    EngineStream,
     connect,
     engine_call,
     instance_labels,
     remove_container,
 )
 from agentfly.resources.containers.docker.images import CommittedImages, ImageInspection, archive_command, write_archive
-from agentfly.resources.containers.docker.stream import EngineStream
-from agentfly.resources.containers.port_forwarding import PortForwarder
+from agentfly.resources.containers.port_forwarding import PortForwarder, relay
 from agentfly.resources.containers.spec import SnapshotImage
 from agentfly.resources.containers.stream_shell.protocol import SERVER_COMMAND, ShellScripts
 from agentfly.resources.containers.stream_shell.shell import StreamShell
-from agentfly.resources.containers.stream_shell.stream import relay
 
 if TYPE_CHECKING:
     from aiodocker import Docker

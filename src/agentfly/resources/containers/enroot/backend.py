@@ -19,11 +19,15 @@ from typing import Any, ClassVar
 from agentfly.core.errors import PrerequisiteError, ResourceStartError
 from agentfly.core.tree_removal import remove_tree
 from agentfly.resources.containers.backend import Backend
-from agentfly.resources.containers.bubblewrap.launcher import FILTER_MISSING, user_namespace_hint
-from agentfly.resources.containers.capabilities import Capabilities
+from agentfly.resources.containers.capabilities import (
+    FILTER_MISSING,
+    Capabilities,
+    cgroups_missing,
+    user_namespace_hint,
+)
 from agentfly.resources.containers.enroot import images
-from agentfly.resources.containers.enroot.plan import enroot_directory
-from agentfly.resources.containers.enroot.program import PROGRAM, enroot_environment, find_enroot
+from agentfly.resources.containers.enroot.plan import PROGRAM, enroot_directory
+from agentfly.resources.containers.enroot.program import enroot_environment, find_enroot
 from agentfly.resources.containers.enroot.reaping import reap_enroot
 from agentfly.resources.containers.enroot.sandbox import EnrootSandbox
 from agentfly.resources.containers.runtime_directory import runtime_directory, sandbox_uid
@@ -109,11 +113,7 @@ _PROGRAM_MISSING = (
     "enroot is not on the PATH. It is a program of NVIDIA for Linux: install a package of its releases "
     "(https://github.com/NVIDIA/enroot/releases) and squashfs-tools, or ask your cluster for it ('module load enroot')."
 )
-_CGROUPS_MISSING = (
-    "No control groups: this process may not make any, so the memory of a container as a whole and processor time are "
-    "not limited. Start under 'systemd-run --user --scope -p Delegate=yes …', or as root; in a container, mount "
-    "/sys/fs/cgroup writable."
-)
+_CGROUPS_MISSING = cgroups_missing("the memory of a container as a whole and processor time are not limited")
 _MEMORY_NOT_HELD = "the memory of its processes together has no limit, though that of each has"
 
 

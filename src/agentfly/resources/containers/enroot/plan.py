@@ -17,6 +17,8 @@ from agentfly.resources.containers.seccomp import filter_program
 from agentfly.resources.containers.spec import SHELL_MOUNT, ContainerSpec
 from agentfly.resources.process.cgroups import Cgroup
 
+PROGRAM = Path(__file__).with_name("namespaces.py")
+"""The program that carries out the plans."""
 GROUPS = "groups"
 CONTAINER_NAME = "box"  # what enroot calls the container
 _DIRECTORIES = ("run", "config", "system/mounts.d", "system/hooks.d", "system/environ.d", "cache", "data/box", "layer")

@@ -8,19 +8,47 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from agentfly.core.errors import ResourceError
 from agentfly.resources.containers.command import Command
 from agentfly.resources.containers.shell import PendingCommand
 from agentfly.resources.containers.stream_shell.protocol import ReportSplitter, ShellScripts
-from agentfly.resources.containers.stream_shell.stream import Stream
 
 _UNREQUESTED_BYTES = 16 * 1024  # read at once while no command has the channel; the reader then pauses
 _MAX_BYTES_PER_TURN = 2**20  # of the event loop
 _DISCARD_PAUSE_S = 0.02
 
 Report = Callable[["Channel", int, str, list[str]], None]
+
+
+class Stream(ABC):
+    """The input and outputs of a program, for one reader and any number of writers."""
+
+    @abstractmethod
+    async def read(self) -> tuple[int, bytes] | None:
+        """Return the output (1 or 2) and the next data on it; None once the program or the connection has ended."""
+
+    @abstractmethod
+    async def write(self, data: bytes) -> None:
+        """Write to the program's input. The data of one call stays together.
+
+        Raises:
+            OSError: the program takes no more input.
+        """
+
+    @abstractmethod
+    async def end_input(self) -> None:
+        """Close the program's input.
+
+        Raises:
+            OSError: the program takes no more input.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close the input and release the stream. Idempotent."""
 
 
 class StreamCommand(PendingCommand):

@@ -17,7 +17,13 @@ from typing import Any
 from agentfly.core.errors import ResourceDied, ResourceError, SandboxEnded
 from agentfly.resources.containers.command import Command, CommandOutcome
 from agentfly.resources.containers.shell import FloodLimiter, flooded_error
-from agentfly.resources.containers.stream_shell.channels import Channel, ChannelPool, OpenStream, StreamCommand
+from agentfly.resources.containers.stream_shell.channels import (
+    Channel,
+    ChannelPool,
+    OpenStream,
+    Stream,
+    StreamCommand,
+)
 from agentfly.resources.containers.stream_shell.protocol import (
     NO_INPUT,
     ShellScripts,
@@ -25,7 +31,6 @@ from agentfly.resources.containers.stream_shell.protocol import (
     request,
     stdin_chunks,
 )
-from agentfly.resources.containers.stream_shell.stream import Stream
 
 _KEEP_GRACE_S = 0.5  # for a session to save its variables after a kill
 _RESTART_GRACE_S = 5.0

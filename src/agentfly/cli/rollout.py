@@ -44,7 +44,7 @@ def rollout(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the file of the trajectories.")] = False,
 ) -> None:
-    """Roll out the agent of a configuration, or of a run's last checkpoint, on its tasks.
+    """Roll out an agent on the tasks of its configuration. With a run, its last checkpoint is used.
 
     The trajectories are shown, and saved as JSON lines as they finish.
     """

@@ -133,7 +133,7 @@ class ResourceStartFailed(ResourceEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceStartBackoff(ResourceEvent):
-    """Starts fail, of late with ``error``: the next is tried in ``seconds``, and those who wait go on waiting.
+    """Starts of a pool fail, most recently with ``error``. The next one is tried in ``seconds``; requests keep waiting.
 
     It is the ``rounds``-th pause since a start succeeded.
     """

@@ -63,7 +63,7 @@ def require_packages(what: str, *names: str) -> None:
     """Check that packages of the extra ``train`` are installed, without importing them.
 
     Args:
-        what: the feature that needs them; the message begins with it.
+        what: the feature that needs the packages, as the beginning of the message.
         names: the packages.
 
     Raises:

@@ -211,15 +211,15 @@ class PairedDifference:
 
 @dataclass(frozen=True, repr=False)
 class EvaluationComparison(Brief):
-    """A comparison of two evaluations over the tasks that have scores in both. Other tasks are counted.
+    """A comparison of two evaluations over the tasks with scores in both. The number of other tasks is reported.
 
     Pairing removes the difficulty of each task, which both evaluations share. So the interval of the difference is
     narrower than the two separate intervals suggest.
 
     Attributes:
         pairs: the compared tasks, in the order of the first evaluation.
-        reward: the difference of rewards.
-        success: the difference of the shares of attempts that solve their task.
+        reward: the second evaluation's mean reward minus the first's.
+        success: the same difference for the share of attempts that solve their task.
         only_first, only_second: number of tasks that are only in one of the evaluations.
         unscored: number of tasks in both evaluations that have no score in one of them.
     """

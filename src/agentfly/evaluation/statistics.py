@@ -42,7 +42,7 @@ class Estimate:
 
 
 def mean_over_tasks(scores: Sequence[Sequence[float]]) -> Estimate:
-    """Return the mean over tasks of the mean of their attempts, with Student's t interval over the tasks.
+    """Average the attempts of each task, and then the tasks. The interval is Student's t over the tasks.
 
     Source: Miller, Adding Error Bars to Evals, https://arxiv.org/abs/2411.00640, section 2.2, with the t distribution
     instead of the normal one, for few tasks.

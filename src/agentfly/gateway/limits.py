@@ -167,7 +167,7 @@ class RolloutQuota:
 
     @contextmanager
     def answer(self) -> Iterator[None]:
-        """Count a call as answered if the block does not fail.
+        """Count a call as answered when the ``with`` block ends without an error.
 
         Raises:
             RequestError: the rollout has reached its maximum number of calls or size of the record.

@@ -27,7 +27,7 @@ class Vision(Protocol):
         ...
 
     def ids(self, image: Image) -> Sequence[int]:
-        """Return the ids that replace the template's placeholder for one image, one for each vector of the encoder.
+        """Return the ids that replace an image's placeholder. Each vector of the image encoder has an id.
 
         Raises:
             UsageError: the image cannot be read.

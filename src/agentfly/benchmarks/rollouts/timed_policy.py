@@ -85,7 +85,7 @@ class TimedPolicy:
     """A policy whose generations have planned texts and durations.
 
     Args:
-        plans: the rollouts; the last part of a group's name is the index of its plan.
+        plans: the planned rollouts. A group's id ends with the index of its plan.
 
     Attributes:
         calls: number of generations.

@@ -146,7 +146,7 @@ class ControlTokenEscaper:
 def pattern_of(tokens: Collection[str]) -> re.Pattern[str]:
     """Return a pattern that finds any of the tokens, the longest if several begin at a position.
 
-    Common beginnings of tokens are compared once, because some vocabularies have hundreds of control tokens.
+    Some vocabularies have hundreds of control tokens, so a beginning that several tokens share is compared only once.
     """
     tree: dict[str, Any] = {}
     for token in tokens:

@@ -297,8 +297,9 @@ class BlockFormat(ABC):
 class ModelTrainedFormat(BlockFormat):
     """A format that models are trained on and that chat templates support.
 
-    Results are messages of role ``tool``. With ``uses_chat_template`` the model's chat template describes the tools,
-    and a turn's message has its calls as ``tool_calls``, for the template to write.
+    Results are messages of role ``tool``. With ``uses_chat_template`` the model's
+    chat template describes the tools. A turn's message then has the calls in ``tool_calls``, and the template writes
+    them.
     """
 
     uses_chat_template: bool = True

@@ -149,7 +149,7 @@ class WeightCheck:
 
     Attributes:
         ids: token ids of the probe.
-        max_logprob_gap: mean difference in nats per token that counts as rounding.
+        max_logprob_gap: largest mean difference, in nats per token, that counts as rounding.
     """
 
     ids: tuple[int, ...]

@@ -145,7 +145,7 @@ class KLConfig(BaseConfig):
 
 
 class LoRAConfig(BaseConfig):
-    """Low-rank adapters (peft), trained in the number format of the model's weights, which stay unchanged.
+    """Low-rank adapters (peft), in the number format of the model's weights. The weights themselves do not change.
 
     A checkpoint contains only the adapters. When it is loaded as a model, they are merged into the initial model.
 

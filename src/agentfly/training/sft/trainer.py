@@ -196,7 +196,7 @@ class SFTTrainer:
 
     Args:
         policy: holds the model, which is changed in place; nothing may be sampled meanwhile.
-        model: the model's name, for who resumes.
+        model: the model's name, for a resume.
         examples: what is learned from.
         config: the settings.
         run: where checkpoints and metrics are kept.

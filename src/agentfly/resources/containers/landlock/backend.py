@@ -50,7 +50,7 @@ _DISK = (
 
 @dataclass(frozen=True, kw_only=True)
 class LandlockCapabilities(Capabilities):
-    """What Landlock, a system call filter and resource limits can do together.
+    """Sandboxes by Landlock, with a system call filter and resource limits.
 
     A sandbox can write only in its own directories, and reads no more of the host than other sandboxes. Its directories
     have paths of the host: the shell starts in the workdir, ``$HOME`` and ``$TMPDIR`` name the others, and there is no

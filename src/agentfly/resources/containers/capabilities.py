@@ -13,7 +13,7 @@ from agentfly.resources.containers.spec import ContainerSpec, ImageKind
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What the containers of one backend can do on this machine. The defaults mean "not supported".
+    """The capabilities of one backend's containers on this machine. The defaults mean "not supported".
 
     Args:
         backend: its name.
@@ -25,21 +25,21 @@ class Capabilities:
         pids: what bounds the number of processes.
         cpus: whether processor time can be limited.
         disk: whether the size of its private files can be limited.
-        network_off: whether it can be without network.
+        network_off: whether a container can have no network.
         seccomp_filter: whether a seccomp filter refuses system calls that no program in a sandbox needs.
-        unaccounted_memory: memory that the limit does not count, for people. A hostile program can use more than the
-            limit by it.
+        unaccounted_memory: kinds of memory that the limit does not count, for people. A hostile program can exceed the
+            limit with them.
         writable_system: whether system directories such as ``/usr`` can be written (privately) inside.
         multiple_users: whether a command may run as another user than the spec's.
-        ports: whether its TCP ports can be reached from the host.
+        ports: whether the host can reach its TCP ports.
         freeze: what stops its processes while it is idle: the kernel (``cgroup``), or a signal to each of them, which
             processes inside can undo (``signal``).
         fork: whether its files can become the image of another container.
-        cores: how many processor cores the machine has on which its containers run.
-        total_memory: bytes of memory that this machine has.
-        named_runtimes: whether it has runtimes to choose from by name.
-        isolation_gaps: the parts of the isolation that are missing here, for people. Only a spec with
-            ``isolation="weak"`` is then served.
+        cores: number of processor cores on the machine where its containers run.
+        total_memory: bytes of memory of that machine.
+        named_runtimes: whether runtimes can be chosen by name.
+        isolation_gaps: the missing parts of the isolation on this machine, for people. Only specs with
+            ``isolation="weak"`` are then accepted.
         missing: each missing prerequisite and how to get it.
     """
 

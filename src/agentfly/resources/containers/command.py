@@ -164,14 +164,14 @@ class TimeLimit:
 
 @dataclass(frozen=True)
 class CommandOutcome:
-    """How a command ended.
+    """The outcome of a command.
 
     Args:
         exit_code: the exit code that the shell reports; 124 if the command timed out.
         stdout: its standard output.
         stderr: its standard error.
         timed_out: whether it was killed because it timed out.
-        out_of_memory: whether the kernel killed a process of the sandbox over the memory limit during the command.
+        out_of_memory: whether the kernel killed a process of the sandbox at the memory limit during the command.
         note: the state that the session lost because of the command; empty if none.
     """
 

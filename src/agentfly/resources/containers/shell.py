@@ -1,4 +1,4 @@
-"""What both shells of sandboxes share: commands under way, and the limit on what a sandbox may report.
+"""Code that both shells of sandboxes share: running commands, and the limit on reports from a sandbox.
 
 `bubblewrap/shell.py` is the shell with named pipes, `stream_shell/shell.py` the one with streams.
 """
@@ -18,13 +18,13 @@ PRINT_STATE_SCRIPT = Path(__file__).with_name("print_state.sh")
 
 
 class PendingCommand:
-    """A command under way, from its request to its outcome.
+    """A command from its request to its outcome.
 
     Attributes:
-        number: the number by which the shell knows the command.
-        new_process: whether it runs in a process of its own, and not in the session.
+        number: the number by which the shell identifies the command.
+        new_process: whether it runs in its own process instead of the session.
         started: whether the shell has reported its start.
-        note: what the caller must be told beside the output, such as lost variables.
+        note: a message for the caller beside the output, for instance about lost variables.
         exit_code: None until the command has ended.
         expired: whether its time limit was reached.
         time: the time limit, which does not run while the sandbox is frozen.

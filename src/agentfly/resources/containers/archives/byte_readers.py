@@ -21,36 +21,36 @@ _ZSTD = b"\x28\xb5\x2f\xfd"
 
 
 class ArchiveError(Exception):
-    """An archive that cannot be unpacked, for what is in it and for nothing else."""
+    """An archive cannot be unpacked because of its content."""
 
 
 class MalformedArchive(ArchiveError):
-    """It is no archive, or is broken off or garbled, or was made to break its reader."""
+    """The data is not an archive, is truncated or damaged, or was made to break a reader."""
 
 
 class ByteReader(Protocol):
-    """Bytes that can be read from any place on."""
+    """Bytes that can be read from any offset on."""
 
     def read(self, size: int) -> bytes:
-        """The next bytes: at most `CHUNK_SIZE` of them, and none only at the end."""
+        """Return the next bytes, at most `CHUNK_SIZE`. Empty bytes mean the end."""
         ...
 
     def seek(self, position: int) -> None:
-        """Go on at a place, by its distance from the start."""
+        """Continue at an offset from the start."""
         ...
 
 
 class FileSlice:
-    """The bytes of a part of an open file that can be read from any place on."""
+    """Reads a part of an open file, from any offset on."""
 
     def __init__(self, file: ByteReader | BinaryIO, token: CancelToken, start: int = 0, size: int | None = None):
         """Begin at the start of the part.
 
         Args:
             file: the file.
-            token: asked at each piece whether to go on.
-            start: where the part begins.
-            size: its length; None up to the end.
+            token: checked at each chunk; it may cancel the work.
+            start: offset of the part.
+            size: length of the part; None for the rest of the file.
         """
         self._file = file
         self._token = token
@@ -75,7 +75,7 @@ class FileSlice:
 
 
 class _SequentialReader(ABC):
-    """Bytes that are read in order: what lies before a place is read too, and to go back they begin again."""
+    """Bytes that can only be read in order. Seeking forward reads the bytes in between; seeking back begins again."""
 
     _position: int
 
@@ -132,15 +132,15 @@ class _Decoder(Protocol):
 
 
 class DecompressingReader(_SequentialReader):
-    """Decompresses bytes in pieces of bounded size and in bounded memory."""
+    """Decompresses bytes in chunks of bounded size, in bounded memory."""
 
     def __init__(self, compressed: ByteReader, decoder: Callable[[], _Decoder], token: CancelToken) -> None:
         """Begin at the start.
 
         Args:
             compressed: the compressed bytes: any number of streams, one after the other.
-            decoder: makes a decoder of one stream.
-            token: asked at each piece whether to go on.
+            decoder: creates a decoder for one stream.
+            token: checked at each chunk; it may cancel the work.
         """
         self._compressed = compressed
         self._make = decoder
@@ -191,7 +191,7 @@ class DecompressingReader(_SequentialReader):
         self._ended = False
 
     def _begin_next(self) -> None:
-        """Begin with the next stream, behind zeros that may fill up a block; or be at the end."""
+        """Begin the next stream, after zeros that may fill a block. Without one, mark the end."""
         rest = self._decoder.unused_data.lstrip(b"\0")
         while not rest:
             piece = self._compressed.read(_COMPRESSED_PIECE)
@@ -203,7 +203,7 @@ class DecompressingReader(_SequentialReader):
 
 
 def open_decompressed(content: ByteReader, token: CancelToken) -> ByteReader:
-    """Return a reader of decompressed bytes if their first bytes name a compression; otherwise of the same bytes.
+    """Return a reader of the decompressed bytes. Bytes without the mark of a compression are read unchanged.
 
     Raises:
         MalformedArchive: the compression is not supported.

@@ -21,11 +21,11 @@ _KEPT_OPEN = 64
 
 
 class TooManySymlinks(Exception):
-    """A name that leads through more links than the kernel would follow."""
+    """A path leads through more symbolic links than the kernel would follow."""
 
 
 class ConfinedDirectory:
-    """Finds, creates and removes entries of a directory. It touches nothing outside, whatever names and links say.
+    """Finds, creates and removes entries below a directory, and touches nothing outside, for any names and links.
 
     A *place* is a path after all links were followed: names from the directory on, separated by slashes. The directory
     itself is the empty place. Each step opens one directory from the descriptor of its parent and never follows a link.
@@ -37,11 +37,11 @@ class ConfinedDirectory:
     """
 
     def __init__(self, path: Path, token: CancelToken | None = None) -> None:
-        """Open it.
+        """Open the directory.
 
         Args:
             path: the directory; its path may lead through links.
-            token: checked at each step.
+            token: checked at each step; it may cancel the work.
 
         Raises:
             OSError: there is no such directory.
@@ -67,7 +67,7 @@ class ConfinedDirectory:
     # --- places -----------------------------------------------------------------------------------------------------
 
     def resolve(self, name: str) -> str:
-        """The place of a name, as seen from inside. It need not exist.
+        """Return the place of a name, as seen from inside. It need not exist.
 
         Raises:
             TooManySymlinks: it leads through too many links.
@@ -77,7 +77,7 @@ class ConfinedDirectory:
         return place
 
     def escapes(self, place: str, target: str) -> bool:
-        """Whether a link would lead out of the directory, as seen from outside.
+        """Return whether a link would lead out of the directory, as seen from outside.
 
         From outside, a target that begins with a slash starts at the host's root. A chain of too many links counts as
         leading out.
@@ -94,7 +94,7 @@ class ConfinedDirectory:
             return True
 
     def read_link(self, place: str, name: str) -> str | None:
-        """The target of a symbolic link; None if the name is not a link."""
+        """Return the target of a symbolic link; None if the name is not a link."""
         directory = self.open_directory(place)
         if directory is None:
             return None
@@ -106,7 +106,7 @@ class ConfinedDirectory:
             raise
 
     def _walk(self, here: list[str], target: str, *, inside: bool) -> str | None:
-        """The place that a path leads to from another one; None if it leads out, which it cannot from inside."""
+        """Return the place that a path leads to from another place; None if it leads out."""
         ahead = target.split("/")[::-1]
         links = 0
         missing: int | None = None  # how long the first part of `here` is that is not there
@@ -148,7 +148,7 @@ class ConfinedDirectory:
     # --- directories ------------------------------------------------------------------------------------------------
 
     def open_directory(self, place: str) -> int | None:
-        """A descriptor of a directory, valid until the next call; None if there is none."""
+        """Return a descriptor of a directory, valid until the next call; None if there is no such directory."""
         try:
             return self._descriptor(place, make=False)
         except OSError as error:
@@ -157,7 +157,7 @@ class ConfinedDirectory:
             return None
 
     def make_directory(self, place: str) -> int:
-        """A descriptor of a directory, valid until the next call. It and its parents are created if missing.
+        """Return a descriptor of a directory, created with its parents if missing. It is valid until the next call.
 
         Raises:
             OSError: a name is invalid, or exists and is not a directory.
@@ -168,7 +168,7 @@ class ConfinedDirectory:
         """Remove an entry of a directory, with its content.
 
         Returns:
-            What it was: ``"directory"``, ``"link"`` or ``"file"``; None if there was nothing.
+            The type of the removed entry: ``"directory"``, ``"link"`` or ``"file"``; None if there was none.
 
         Raises:
             OSError: it cannot be removed.
@@ -223,11 +223,11 @@ class ConfinedDirectory:
     # --- files ------------------------------------------------------------------------------------------------------
 
     def is_file(self, name: str) -> bool:
-        """Whether a name is a file, as seen from inside."""
+        """Return whether a name is a file, as seen from inside."""
         return self._file(name) is not None
 
     def read_file(self, name: str, most: int) -> bytes | None:
-        """The content of a file, as seen from inside, at most `most` bytes; None if there is no such file."""
+        """Return the content of a file, as seen from inside, at most `most` bytes; None if there is no such file."""
         found = self._file(name)
         if found is None:
             return None
@@ -236,7 +236,7 @@ class ConfinedDirectory:
             return file.read(most)
 
     def _file(self, name: str) -> tuple[int, str] | None:
-        """The directory of a file and its name there, as seen from inside."""
+        """Return the directory of a file and its name there, as seen from inside."""
         try:
             place, _, last = self.resolve(name).rpartition("/")
             directory = self.open_directory(place)
@@ -253,5 +253,5 @@ class ConfinedDirectory:
 
 
 def join(place: str, name: str) -> str:
-    """The place of a name in a directory."""
+    """Return the place of a name in a directory."""
     return f"{place}/{name}" if place else name

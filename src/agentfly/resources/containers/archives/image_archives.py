@@ -37,7 +37,7 @@ _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 class _DockerManifest(BaseModel):
-    """An image in what ``docker save`` writes."""
+    """An image in the output of ``docker save``."""
 
     layers: list[str] = Field(alias="Layers")
 
@@ -61,35 +61,35 @@ class _OciDocument(BaseModel):
 
 
 class ImageArchive(ABC):
-    """An image, wherever it is.
+    """An image in an archive or a directory.
 
     Attributes:
-        has_whiteouts: whether its layers say what they hide of those below.
+        has_whiteouts: whether a layer can hide files of the layers below it.
     """
 
     has_whiteouts: ClassVar[bool]
 
     @abstractmethod
     def layers(self) -> Iterator[ByteReader]:
-        """The layers as plain tars, lowest first, each to be read before the next.
+        """Yield the layers as plain tars, lowest first. Each must be read before the next.
 
         Raises:
-            ArchiveError: it is no image.
+            ArchiveError: it is not an image.
             OSError: it cannot be read.
         """
 
 
 @contextmanager
 def open_image(path: Path, token: CancelToken, max_length: int) -> Iterator[ImageArchive]:
-    """Open an image: an archive of a root file system, what ``docker save`` writes, or an OCI layout.
+    """Open an image: an archive of a root file system, the output of ``docker save``, or an OCI layout.
 
     Args:
         path: the archive, or the directory of a layout.
-        token: asked often whether to go on.
-        max_length: the most bytes that an archive may have, decompressed.
+        token: checked often; it may cancel the work.
+        max_length: maximum number of bytes of an archive, decompressed.
 
     Raises:
-        ArchiveError: it is none.
+        ArchiveError: it is not an image.
         OSError: it cannot be read.
     """
     if path.is_dir():
@@ -103,12 +103,12 @@ def open_image(path: Path, token: CancelToken, max_length: int) -> Iterator[Imag
 
 
 def is_layout(path: Path) -> bool:
-    """Whether a path is the directory of an OCI layout."""
+    """Return whether a path is the directory of an OCI layout."""
     return (path / INDEX).is_file() and (path / LAYOUT).is_file()
 
 
 class _RootfsTar(ImageArchive):
-    """A tar of the root file system itself."""
+    """A tar of a root file system."""
 
     has_whiteouts = False
 
@@ -120,7 +120,7 @@ class _RootfsTar(ImageArchive):
 
 
 class _LayeredImage(ImageArchive):
-    """An image whose files name its layers."""
+    """An image with a document that lists its layers."""
 
     has_whiteouts = True
 
@@ -129,10 +129,10 @@ class _LayeredImage(ImageArchive):
 
     @abstractmethod
     def _opened(self, name: str) -> AbstractContextManager[ByteReader]:
-        """A file of the image."""
+        """Open a file of the image."""
 
     def _read(self, content: ByteReader, name: str) -> bytes:
-        """A document of the image."""
+        """Read a document of the image."""
         document = b""
         while piece := content.read(_LONGEST_DOCUMENT):
             document += piece
@@ -142,7 +142,7 @@ class _LayeredImage(ImageArchive):
 
     @contextmanager
     def _blob(self, descriptor: _OciDescriptor) -> Iterator[ByteReader]:
-        """A file of an OCI layout by its digest, which its content must have."""
+        """Open a file of an OCI layout by its digest, which is verified."""
         digest = descriptor.digest
         if _DIGEST.fullmatch(digest) is None:
             raise MalformedArchive(f"it names {digest[:100]!r}, which is no digest")
@@ -154,7 +154,7 @@ class _LayeredImage(ImageArchive):
                 raise MalformedArchive(f"the content of its blob {digest} has another digest")
 
     def _of_index(self) -> Iterator[ByteReader]:
-        """The layers that the index of an OCI layout leads to."""
+        """Yield the layers of the image in the index of an OCI layout."""
         with self._opened(INDEX) as content:
             document = _parsed(_OciDocument, self._read(content, INDEX), INDEX)
         for _ in range(_NESTED):
@@ -214,7 +214,7 @@ class _ImageTar(_LayeredImage):
 
     @property
     def is_image(self) -> bool:
-        """Whether it has what says which of its files are layers."""
+        """Whether the tar has a document that lists layers."""
         return _MANIFEST in self._files or (INDEX in self._files and LAYOUT in self._files)
 
     def layers(self) -> Iterator[ByteReader]:

@@ -59,13 +59,13 @@ class TarEntry:
     """An entry of a tar.
 
     Args:
-        name: its name; a byte that is not UTF-8 as `os.fsdecode` gives it.
+        name: its name; bytes that are not UTF-8 are decoded as by `os.fsdecode`.
         kind: its type.
         size: bytes of a file, holes included.
         mode: its permissions.
         modified: its modification time, in seconds since the epoch; None if invalid.
         target: the target of a link.
-        sparse: whether it is a sparse file, of which the archive holds only the parts that are not zeros.
+        sparse: whether it is a sparse file. The archive then contains only its parts that are not zeros.
     """
 
     name: str
@@ -94,7 +94,7 @@ class TarReader:
 
         Args:
             content: the archive.
-            max_length: the most bytes to read of it, including skipped ones.
+            max_length: maximum number of bytes to read, skipped ones included.
         """
         self._content = content
         self._max_length = max_length
@@ -109,7 +109,7 @@ class TarReader:
         return self._position
 
     def next(self) -> TarEntry | None:
-        """The next entry; None once, at the end.
+        """Return the next entry; None once, at the end.
 
         Raises:
             MalformedArchive: it is not a tar, or is truncated or malformed.
@@ -132,7 +132,7 @@ class TarReader:
         raise self._malformed("it has too many headers before one member")
 
     def read_data(self) -> Iterator[tuple[int, bytes]]:
-        """The chunks of the current entry, a file, each with its offset in the file.
+        """Yield the chunks of the current entry, a file, each with its offset in the file.
 
         Raises:
             MalformedArchive: it is truncated.
@@ -180,7 +180,7 @@ class TarReader:
         return content.partition(b"\0")[0]
 
     def _attributes(self, content: bytes) -> dict[bytes, bytes]:
-        """The records of an extended header, each "LENGTH NAME=VALUE" and the end of a line."""
+        """Return the records of an extended header. Each has the form "LENGTH NAME=VALUE" with a line end."""
         found: dict[bytes, bytes] = {}
         position = 0
         while position < len(content):
@@ -234,7 +234,7 @@ class TarReader:
     # --- sparse files -----------------------------------------------------------------------------------------------
 
     def _sparse(self, member: TarEntry, header: bytes) -> TarEntry:
-        """A sparse file in GNU's own format, whose map continues in blocks after the header."""
+        """Start a sparse file in GNU's own format. Its map continues in blocks after the header."""
         found = self._regions_in(header[386:], _IN_HEADER)
         size = _number(header[483:495])
         more, blocks = header[482], 0
@@ -258,7 +258,7 @@ class TarReader:
         return found
 
     def _posix_sparse(self, member: TarEntry, said: dict[bytes, bytes]) -> TarEntry:
-        """A sparse file in the POSIX format, whose map precedes its content."""
+        """Start a sparse file in the POSIX format. Its map precedes its content."""
         if (said.get(b"GNU.sparse.major"), said.get(b"GNU.sparse.minor")) != (b"1", b"0"):
             raise self._malformed("it has a sparse file in an old format; make it by GNU tar 1.27 or newer")
         size = _decimal(said.get(b"GNU.sparse.realsize", b""))
@@ -275,7 +275,7 @@ class TarReader:
         return self._start_entry(replace(member, name=shown, size=size, sparse=True), stored)
 
     def _lines(self, most: int) -> Iterator[int]:
-        """The numbers of a map, one per line, from whole blocks; at most `most` bytes."""
+        """Yield the numbers of a map, one per line, from whole blocks; at most `most` bytes."""
         rest = b""
         while True:
             line, end, behind = rest.partition(b"\n")
@@ -308,7 +308,7 @@ class TarReader:
         return content
 
     def _read_some(self, most: int, *, at_end: bool = False) -> bytes:
-        """The next bytes, at least one; none only if the archive may end here."""
+        """Return the next bytes, at least one; empty only if the archive may end here."""
         piece = self._content.read(min(most, CHUNK_SIZE, self._max_length - self._position))
         if not piece:
             if self._position >= self._max_length:
@@ -345,7 +345,7 @@ class TarReader:
 
 
 def _number(field: bytes) -> int:
-    """A number of a header: in digits of base 8, or in GNU's form for large ones and those below zero."""
+    """Parse a number of a header: octal digits, or GNU's form for large and negative numbers."""
     if field[:1] in (b"\x80", b"\xff"):
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
     digits = _text(field).strip()
@@ -357,14 +357,14 @@ def _number(field: bytes) -> int:
 
 
 def _decimal(text: bytes) -> int:
-    """A number of an extended header, or of a map."""
+    """Parse a number of an extended header or of a map."""
     if _DECIMAL.fullmatch(text) is None:
         raise MalformedArchive(f"it has an attribute in which {text[:40]!r} should be a number")
     return int(text)
 
 
 def _time(attribute: bytes | None, field: bytes) -> float | None:
-    """A modification time; None if no file can have it."""
+    """Parse a modification time; None if no file can have it."""
     if attribute:
         return float(attribute) if _TIME.fullmatch(attribute) else None
     seconds = _number(field)

@@ -75,8 +75,8 @@ class Unpacker:
     """Unpacks archives into one directory, each over the earlier ones.
 
     Links are followed as if that directory were the root of the file system. Directories are opened without following
-    links. So nothing outside is written, changed or removed, whatever the names, links and order of an archive.
-    Everything belongs to the caller afterwards, without set-user-id bits. Devices and pipes are skipped.
+    links. So nothing outside is written, changed or removed, for any names, links and order of entries. All unpacked
+    files belong to the caller, without set-user-id bits. Devices and pipes are skipped.
 
     Attributes:
         skipped: names of the entries that were not unpacked, at most the first 10,000.
@@ -89,8 +89,8 @@ class Unpacker:
 
         Args:
             root: the directory.
-            limits: for all archives together.
-            token: checked at each file.
+            limits: limits for all archives together.
+            token: checked at each file; it may cancel the work.
             leaving_links: whether to keep symbolic links that lead out of the directory. The root file systems of
                 containers need this: their links are relative to their own root.
         """
@@ -116,15 +116,15 @@ class Unpacker:
         """Unpack an archive over the present content.
 
         Args:
-            archive: what to unpack, from its start.
+            archive: the archive, at its start.
             layer: whether it is a layer of an image, which may have whiteouts.
 
         Raises:
             ArchiveTooLarge: it exceeds a limit.
-            ArchiveError: it is broken, or has names that cannot be.
+            ArchiveError: it is damaged, or has impossible names.
             OSError: the disk is full.
             WorkCancelled: the token was cancelled.
-            TimeoutError: the token says so.
+            TimeoutError: the token's time is up.
         """
         fresh: set[int] = set()  # the hashes of the places that this layer has something at, which it does not hide
         bare: set[str] = set()  # directories of which it hides all else
@@ -271,7 +271,7 @@ class Unpacker:
         return place
 
     def _ensure_directory(self, place: str) -> int:
-        """A descriptor of a directory, created if missing."""
+        """Return a descriptor of a directory, created if missing."""
         if place.count("/") >= self._limits.max_depth:
             raise ArchiveTooLarge(
                 "max_depth", f"it holds more than {self._limits.max_depth} directories one in the other"
@@ -294,13 +294,13 @@ class Unpacker:
             raise ArchiveTooLarge("max_entries", f"it holds more than {self._limits.max_entries} files and directories")
 
     def _check_lookups(self) -> None:
-        """An honest archive looks up a few names for each entry; links that lead through links may be many more."""
+        """Refuse an archive whose links lead through links too often. An honest archive needs few lookups per entry."""
         if self._directory.lookups > _STEPS * (self._limits.max_entries + _STEPS):
             raise ArchiveTooLarge("max_entries", "its links lead through too many others")
 
     @contextmanager
     def _naming_entry(self, name: str) -> Iterator[None]:
-        """Name the entry in the error."""
+        """Add the name of the entry to errors in the block."""
         try:
             yield
         except MalformedArchive as error:

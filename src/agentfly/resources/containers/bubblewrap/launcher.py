@@ -76,7 +76,7 @@ from agentfly.resources.process.ledger import REMOVE_DIRECTORY, CleanupRecord
 
 
 class Tier(StrEnum):
-    """How a sandbox is started, best first."""
+    """How a sandbox is started: the tiers of bubblewrap, best first."""
 
     ROOT = "root"  # root mounts, and becomes an ordinary user before it starts anything
     USER = "user"  # an ordinary user does everything in a user namespace
@@ -86,10 +86,10 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class BubblewrapCapabilities(Capabilities):
-    """What bubblewrap can do on this machine.
+    """Bubblewrap's capabilities on this machine.
 
     Its memory watchdog checks four times a second, so the limit can be exceeded in between. Without root, files written
-    over an unpacked image have no limit of their own, except in the workdir, the home and the temporary directories.
+    over an unpacked image have no separate limit, except in the workdir, the home and the temporary directories.
 
     Args:
         tier: how sandboxes are started.

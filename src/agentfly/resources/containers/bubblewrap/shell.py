@@ -1,8 +1,8 @@
-"""PipeShell: the shell of a bubblewrap sandbox, with a persistent session and commands in processes of their own.
+"""PipeShell: the shell of a bubblewrap sandbox, with a persistent session and commands in separate processes.
 
 The session is a bash that runs each command in itself, so its directory and variables persist. It keeps its output
 pipes until a command leaves a process behind that holds them too. The next command then gets new pipes, and later
-output of that process is discarded. Each command in a process of its own has pipes of its own. The end of a command is
+output of that process is discarded. Each command in a separate process has its own pipes. The end of a command is
 reported on another pipe, so the shell never waits for EOF.
 """
 

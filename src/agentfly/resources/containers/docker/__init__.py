@@ -1,4 +1,4 @@
 """Containers of dockerd and podman.
 
-From the outside in: backend, container_config, sandbox. Their shell is that of stream_shell.
+Read ``backend.py``, ``container_config.py`` and ``sandbox.py`` in this order. Their shell is in ``stream_shell``.
 """

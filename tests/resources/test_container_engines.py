@@ -173,7 +173,9 @@ async def test_a_workdir_that_has_files_in_the_image_is_not_hidden(engine_ground
     assert (await box.run("ls | wc -l; touch new; ls new")).stdout.endswith("\nnew\n")
 
 
-async def test_no_capability_is_left_and_nobody_inside_reaches_the_keeper(engine_ground: Ground, start: Start) -> None:
+async def test_no_capability_is_left_and_nothing_inside_reaches_the_supervisor(
+    engine_ground: Ground, start: Start
+) -> None:
     for user in ("agent", "root"):
         box = await start(engine_ground, user=user)
         found = (await box.run("grep -E '^Cap(Prm|Eff|Bnd)|NoNewPrivs|Seccomp:' /proc/self/status")).stdout.split()

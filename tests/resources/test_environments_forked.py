@@ -247,7 +247,7 @@ async def test_forks_draw_different_random_numbers(make: Make, also: str) -> Non
     await released(simulators)
 
 
-async def test_threads_that_step_aside_for_a_fork_are_no_obstacle(
+async def test_threads_that_stop_for_a_fork_do_not_prevent_it(
     make: Make, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -340,7 +340,7 @@ async def test_an_import_that_hangs_is_begun_anew_by_the_next_start(make: Make, 
     await second.release()
 
 
-async def test_what_a_simulator_started_ends_also_if_its_keeper_is_killed(make: Make) -> None:
+async def test_what_a_simulator_started_ends_even_if_its_supervisor_is_killed(make: Make) -> None:
     simulator = make()
     await simulator.start()
     pids = [await simulator.pid(), *await simulator.sleepers()]

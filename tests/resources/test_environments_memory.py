@@ -105,7 +105,7 @@ async def test_address_space_that_is_not_used_does_not_count() -> None:
     await environment.release()
 
 
-async def test_what_a_killed_keeper_left_under_the_bound_is_cleared_by_its_traces(how_it_is_bounded: str) -> None:
+async def test_what_a_killed_supervisor_left_under_the_bound_is_cleared_by_its_traces(how_it_is_bounded: str) -> None:
     environment = await hog()
     traces = environment.traces
     groups = [Path(path) for path in traces["memory_limit"]["directories"].values()]

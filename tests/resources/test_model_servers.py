@@ -163,7 +163,7 @@ async def test_nobody_else_can_take_the_port_while_a_dead_server_is_started_agai
         assert server.base_url.endswith(f":{port}/v1")
 
 
-async def test_a_search_path_with_what_python_passes_over_is_no_obstacle(
+async def test_entries_of_the_search_path_that_python_skips_do_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])

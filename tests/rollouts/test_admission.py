@@ -37,18 +37,18 @@ class Queue:
     numbers: list[int]
     priority: int = 0
     begun: list[int] = field(default_factory=list)
-    guests: dict[int, AdmissionTicket] = field(default_factory=dict)
+    tickets: dict[int, AdmissionTicket] = field(default_factory=dict)
 
     @property
     def waits(self):
         return bool(self.numbers)
 
-    def begin_next(self, guest):
+    def begin_next(self, ticket):
         if not self.numbers:
             return False
         number = self.numbers.pop(0)
         self.begun.append(number)
-        self.guests[number] = guest
+        self.tickets[number] = ticket
         return True
 
 
@@ -56,11 +56,11 @@ def test_no_more_begin_than_may_run_and_in_their_order():
     admission, queue = Admission(2), Queue([0, 1, 2, 3])
     admission.enqueue(queue)
     assert queue.begun == [0, 1]
-    queue.guests[1].release()
-    queue.guests[1].release()  # again
+    queue.tickets[1].release()
+    queue.tickets[1].release()  # again
     assert queue.begun == [0, 1, 2]
-    queue.guests[0].release()
-    queue.guests[2].release()
+    queue.tickets[0].release()
+    queue.tickets[2].release()
     assert queue.begun == [0, 1, 2, 3]
 
 
@@ -68,12 +68,12 @@ def test_a_line_that_grows_beyond_the_places_lets_fewer_begin_and_one_that_empti
     admission, queue, box = Admission(6), Queue(list(range(12))), spec("box", capacity=2)
     admission.enqueue(queue)
     assert queue.begun == [0, 1, 2, 3, 4, 5]
-    waits = [queue.guests[number].waiting_for_resources((box,), Scope.ROLLOUT) for number in range(6)]
+    waits = [queue.tickets[number].waiting_for_resources((box,), Scope.ROLLOUT) for number in range(6)]
     for wait in waits:
         wait.__enter__()  # the third in line and those after it find two before them: the limit falls to two
     for number in range(3):
         waits[number].__exit__(None, None, None)
-        queue.guests[number].release()
+        queue.tickets[number].release()
     assert queue.begun == [0, 1, 2, 3, 4, 5]  # three could run, but three are ahead
     waits[3].__exit__(None, None, None)
     waits[4].__exit__(None, None, None)
@@ -81,7 +81,7 @@ def test_a_line_that_grows_beyond_the_places_lets_fewer_begin_and_one_that_empti
     waits[5].__exit__(None, None, None)  # the line is empty: one more may be ahead
     assert queue.begun == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     for number in range(12):
-        queue.guests[number].release()
+        queue.tickets[number].release()
     assert queue.begun == list(range(12))
 
 
@@ -90,11 +90,11 @@ def test_those_of_higher_priority_begin_first_and_of_equal_ones_those_that_were_
     for queue in (first, second, urgent):
         admission.enqueue(queue)
     order = [1]
-    current = first.guests[1]
+    current = first.tickets[1]
     for queue in (urgent, urgent, first, second):
         current.release()
         order.append(queue.begun[-1])
-        current = queue.guests[queue.begun[-1]]
+        current = queue.tickets[queue.begun[-1]]
     assert order == [1, 4, 5, 2, 3]
     first.numbers.append(6)
     second.numbers.append(7)
@@ -109,10 +109,10 @@ def test_those_who_wait_for_a_resource_with_lower_priority_do_not_keep_evaluatio
     training, evaluation = Queue(list(range(8))), Queue([8, 9], priority=1)
     admission.enqueue(training)
     with contextlib.ExitStack() as waits:
-        for guest in list(training.guests.values())[:4]:
-            waits.enter_context(guest.waiting_for_resources((box,), Scope.ROLLOUT))
-        for guest in list(training.guests.values())[4:6]:
-            guest.release()
+        for ticket in list(training.tickets.values())[:4]:
+            waits.enter_context(ticket.waiting_for_resources((box,), Scope.ROLLOUT))
+        for ticket in list(training.tickets.values())[4:6]:
+            ticket.release()
         training.numbers += [10, 11]
         admission.enqueue(training)
         admission.enqueue(evaluation)
@@ -124,7 +124,7 @@ def test_a_source_that_is_forgotten_has_nobody_let_in():
     admission, queue = Admission(1), Queue([0, 1])
     admission.enqueue(queue)
     admission.remove(queue)
-    queue.guests[0].release()
+    queue.tickets[0].release()
     assert queue.begun == [0]
 
 
@@ -134,8 +134,8 @@ def test_places_of_a_shared_resource_are_the_seats_of_its_replicas(fields, limit
     admission.enqueue(queue)
     with contextlib.ExitStack() as waits:
         for number in range(4):
-            waits.enter_context(queue.guests[number].waiting_for_resources((judge,), Scope.GLOBAL))
-        queue.guests[0].release()
+            waits.enter_context(queue.tickets[number].waiting_for_resources((judge,), Scope.GLOBAL))
+        queue.tickets[0].release()
         assert (4 in queue.begun) is not limited
 
 
@@ -154,23 +154,23 @@ def test_where_nobody_says_how_many_may_run_as_many_begin_as_keep_the_policy_bus
     admission.enqueue(queue)
     assert queue.begun == [0, 1, 2, 3, 4]  # as many as it has places for, and one in line
     for number in range(5):
-        queue.guests[number].generation.__enter__()
+        queue.tickets[number].generation.__enter__()
     assert len(queue.begun) == 5
     for number in range(5):
-        queue.guests[number].generation.__exit__(None, None, None)  # to their tools, which take long
+        queue.tickets[number].generation.__exit__(None, None, None)  # to their tools, which take long
     assert len(queue.begun) == 10
     for number in range(5):
-        queue.guests[number].generation.__enter__()  # and back
+        queue.tickets[number].generation.__enter__()  # and back
     for number in (5, 6):
-        with queue.guests[number].generation:
+        with queue.tickets[number].generation:
             pass
     assert len(queue.begun) == 10  # eight are at the policy
     for number in (7, 8, 9):
-        queue.guests[number].release()  # without ever having been there
+        queue.tickets[number].release()  # without ever having been there
     assert len(queue.begun) == 10
-    queue.guests[0].generation.__exit__(None, None, None)
+    queue.tickets[0].generation.__exit__(None, None, None)
     assert len(queue.begun) == 11
-    with queue.guests[1].generation:  # several at a time, as of subagents
+    with queue.tickets[1].generation:  # several at a time, as of subagents
         assert len(queue.begun) == 11
 
 
@@ -192,25 +192,25 @@ def test_the_time_is_told_in_which_rollouts_were_held_back_and_by_what():
     admission, queue = Admission(3, generations=2, clock=clock), Queue(list(range(6)))
     admission.enqueue(queue)  # three begin, and are on their way to the policy
     clock.now = 1.0
-    queue.guests[0].generation.__enter__()
-    queue.guests[1].generation.__enter__()
+    queue.tickets[0].generation.__enter__()
+    queue.tickets[1].generation.__enter__()
     clock.now = 3.0
-    queue.guests[0].generation.__exit__(None, None, None)
-    queue.guests[1].generation.__exit__(None, None, None)
+    queue.tickets[0].generation.__exit__(None, None, None)
+    queue.tickets[1].generation.__exit__(None, None, None)
     clock.now = 7.0  # the third is alone on its way, where there would be room for two
     with (
-        queue.guests[0].waiting_for_resources((box,), Scope.ROLLOUT),
-        queue.guests[1].waiting_for_resources((box,), Scope.ROLLOUT),
+        queue.tickets[0].waiting_for_resources((box,), Scope.ROLLOUT),
+        queue.tickets[1].waiting_for_resources((box,), Scope.ROLLOUT),
     ):
-        queue.guests[2].release()
+        queue.tickets[2].release()
         clock.now = 15.0
     found = admission.meter.read()
     assert (found.seconds, found.rollout_seconds, found.generation_seconds) == (15.0, 7.0 * 3 + 8.0 * 2, 4.0)
     assert found.blocked_seconds == {BlockReason.POLICY: 3.0, BlockReason.LIMIT: 4.0, BlockReason.RESOURCES: 8.0}
     assert found.metrics()["concurrency/blocked_by_resources"] == pytest.approx(8 / 15)
     for number in range(6):
-        if number in queue.guests:
-            queue.guests[number].release()
+        if number in queue.tickets:
+            queue.tickets[number].release()
     clock.now = 100.0
     assert (admission.meter.read() - found).blocked_seconds == dict.fromkeys(BlockReason, 0.0)  # nobody waits
 

@@ -42,17 +42,17 @@ class Conversation:
     def __init__(self, strategy=ChainStrategy, *, limit=10_000, tokenizer=None, chat=None):
         self.chat = chat or TemplateChatFormat(tokenizer or ByteTokenizer(), [ProbeExchange(SAID, (ANSWER,))])
         self.sequences = []  # type: ignore[var-annotated]
-        self.tape = TokenRecorder(self.sequences, max_tokens=limit, stop_ids=[IM_END])
-        self.strategy = strategy(self.chat, self.tape)
+        self.recorder = TokenRecorder(self.sequences, max_tokens=limit, stop_ids=[IM_END])
+        self.strategy = strategy(self.chat, self.recorder)
         self.view = []
 
     def sees(self, *messages):
         self.view += messages
         self.strategy.render_view(self.view)
-        return list(self.tape.prompt_ids())
+        return list(self.recorder.prompt_ids())
 
     def says(self, made, message=SAID):
-        place = self.tape.append_sampled(made)
+        place = self.recorder.append_sampled(made)
         self.view.append(message)
         self.strategy.add_reply(message)
         return place
@@ -73,7 +73,7 @@ def test_the_mask_holds_the_sampled_end_of_turn_and_nothing_rendered():
     talk.says(generation([*b"ab", IM_END]))
     seen = len(talk.sees(ANSWER))
     talk.says(generation([*b"c", IM_END]))
-    talk.tape.finish()
+    talk.recorder.finish()
     [sequence] = talk.sequences
     assert sequence.loss_mask == [0] * prompt + [1] * 3 + [0] * (seen - prompt - 3) + [1] * 2
 
@@ -102,10 +102,10 @@ def test_what_does_not_fit_the_total_is_cut_at_one_index(limit, mask, truncated)
     talk.sees(ASKED)
     talk.says(generation([3, 3, 3, IM_END]))
     talk.sees(ANSWER)
-    if talk.tape.remaining > 0:
-        room = min(4, talk.tape.remaining)
+    if talk.recorder.remaining > 0:
+        room = min(4, talk.recorder.remaining)
         talk.says(generation([4] * room, finish="stop" if room == 4 else "length"))
-    talk.tape.finish()
+    talk.recorder.finish()
     [sequence] = talk.sequences
     assert "".join(map(str, sequence.loss_mask)) == mask
     assert len(sequence.ids) == len(sequence.logprobs) == len(sequence.versions) == len(mask)
@@ -119,7 +119,7 @@ def test_a_view_that_does_not_go_on_from_what_was_said_begins_a_new_sequence():
     talk.view = [ASKED, {**SAID, "content": "something else"}]
     prompt = talk.sees(ANSWER)
     talk.says(generation([*b"c", IM_END]))
-    talk.tape.finish()
+    talk.recorder.finish()
     assert [sequence.sampled_count for sequence in talk.sequences] == [3, 2]
     assert list(talk.sequences[1].ids) == [*prompt, *b"c", IM_END]
 
@@ -134,7 +134,7 @@ def test_a_format_that_would_rewrite_what_was_sent_begins_a_new_sequence():
     talk.says(generation([4, IM_END]))
     talk.sees(ANSWER)
     talk.says(generation([5, IM_END]))
-    talk.tape.finish()
+    talk.recorder.finish()
     assert [list(sequence.ids) for sequence in talk.sequences] == [[1, 1, 4, IM_END], [1, 1, 5, IM_END]]
 
 
@@ -144,7 +144,7 @@ def test_under_the_step_strategy_every_turn_is_a_sequence_of_its_own_with_the_wh
     talk.says(generation([*b"hello", IM_END]))
     second = talk.sees(ANSWER)
     talk.says(generation([*b"c", IM_END]))
-    talk.tape.finish()
+    talk.recorder.finish()
     assert second == list(talk.chat.render_prompt([ASKED, SAID, ANSWER]).ids)
     assert [sequence.sampled_count for sequence in talk.sequences] == [6, 2]
 
@@ -178,42 +178,42 @@ def test_a_mask_that_covers_something_rendered_is_noticed_at_the_end():
     talk.says(generation([*b"a", IM_END]))
     talk.sequences[0].append_sampled([5], [-0.1], version=0)
     with pytest.raises(TokenInvariantError, match="mask"):
-        talk.tape.finish()
+        talk.recorder.finish()
 
 
 def test_a_whole_prompt_that_goes_on_from_the_sequence_extends_it_and_another_begins_a_new_one():
     sequences: list[Any] = []
-    tape = TokenRecorder(sequences, max_tokens=100, stop_ids=[9])
-    tape.continue_or_begin(RenderedTokens([1, 2]))
-    tape.append_sampled(generation([3, 9]))
-    tape.continue_or_begin(RenderedTokens([1, 2, 3, 9, 4]))
-    tape.append_sampled(generation([5, 9]))
-    tape.continue_or_begin(RenderedTokens([1, 2, 3, 4]))
-    tape.append_sampled(generation([6, 9]))
-    tape.finish()
+    recorder = TokenRecorder(sequences, max_tokens=100, stop_ids=[9])
+    recorder.continue_or_begin(RenderedTokens([1, 2]))
+    recorder.append_sampled(generation([3, 9]))
+    recorder.continue_or_begin(RenderedTokens([1, 2, 3, 9, 4]))
+    recorder.append_sampled(generation([5, 9]))
+    recorder.continue_or_begin(RenderedTokens([1, 2, 3, 4]))
+    recorder.append_sampled(generation([6, 9]))
+    recorder.finish()
     assert [list(sequence.ids) for sequence in sequences] == [[1, 2, 3, 9, 4, 5, 9], [1, 2, 3, 4, 6, 9]]
     assert [sequence.loss_mask for sequence in sequences] == [[0, 0, 1, 1, 0, 1, 1], [0, 0, 0, 0, 1, 1]]
 
 
 def test_nothing_is_sampled_after_a_cut_even_where_an_image_left_room_by_going_whole():
     image = PlacedImage(Image(b"png", "image/png"), 1, 6)
-    tape = TokenRecorder([], max_tokens=6, stop_ids=[9])
-    tape.begin_sequence(RenderedTokens([1]))
-    tape.append_sampled(generation([9]))
-    tape.append_rendered(RenderedTokens([2, 7, 7, 7, 7, 7, 3], (image,)))
-    assert (list(tape.ids), list(tape.images), tape.remaining) == ([1, 9, 2], [], 0)
-    tape.begin_sequence(RenderedTokens([1, 2]))
-    assert tape.remaining == 4
+    recorder = TokenRecorder([], max_tokens=6, stop_ids=[9])
+    recorder.begin_sequence(RenderedTokens([1]))
+    recorder.append_sampled(generation([9]))
+    recorder.append_rendered(RenderedTokens([2, 7, 7, 7, 7, 7, 3], (image,)))
+    assert (list(recorder.ids), list(recorder.images), recorder.remaining) == ([1, 9, 2], [], 0)
+    recorder.begin_sequence(RenderedTokens([1, 2]))
+    assert recorder.remaining == 4
 
 
 def test_a_prompt_that_left_no_room_gives_its_place_to_the_next():
     sequences: list[Any] = []
-    tape = TokenRecorder(sequences, max_tokens=4, stop_ids=[9])
-    tape.begin_sequence(RenderedTokens([1, 2, 3, 4, 5]))
-    tape.begin_sequence(RenderedTokens([1, 2]))
-    tape.append_sampled(generation([9]))
-    tape.finish()
+    recorder = TokenRecorder(sequences, max_tokens=4, stop_ids=[9])
+    recorder.begin_sequence(RenderedTokens([1, 2, 3, 4, 5]))
+    recorder.begin_sequence(RenderedTokens([1, 2]))
+    recorder.append_sampled(generation([9]))
+    recorder.finish()
     assert [list(sequence.ids) for sequence in sequences] == [[1, 2, 9]]
-    tape.begin_sequence(RenderedTokens([1]))
+    recorder.begin_sequence(RenderedTokens([1]))
     with pytest.raises(TokenInvariantError, match="before the previous one had a generation"):
-        tape.begin_sequence(RenderedTokens([2]))
+        recorder.begin_sequence(RenderedTokens([2]))

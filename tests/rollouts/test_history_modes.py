@@ -74,15 +74,15 @@ class Talk:
         exchange = ProbeExchange(assistant("said"), [answer("answered")])  # type: ignore[arg-type]
         self.chat = TemplateChatFormat(self.tokenizer, [exchange], history=history)
         self.sequences = []  # type: ignore[var-annotated]
-        self.tape = TokenRecorder(self.sequences, max_tokens=10_000, stop_ids=self.chat.stop_ids)
-        self.strategy = ChainStrategy(self.chat, self.tape)
+        self.recorder = TokenRecorder(self.sequences, max_tokens=10_000, stop_ids=self.chat.stop_ids)
+        self.strategy = ChainStrategy(self.chat, self.recorder)
         self.view = []
 
     def turn(self, seen, said):
         self.view.append(seen)
         self.strategy.render_view(self.view)
-        self.tape.prompt_ids()
-        self.tape.append_sampled(generation(said))
+        self.recorder.prompt_ids()
+        self.recorder.append_sampled(generation(said))
         self.view.append(assistant(said))
         self.strategy.add_reply(self.view[-1])
         return self
@@ -223,6 +223,8 @@ def test_drift_from_the_whole_is_shown_where_it_begins():
     talk = Talk(THINKING, "keep").turn(user("a?"), "<think>a</think>1").turn(user("b?"), "2")
     whole = talk.chat.render_prompt([*talk.view, user("c?")]).ids
     assert drift_from_whole(talk.chat, talk.tokenizer, whole, [*talk.view, user("c?")]) is None
-    following = talk.chat.render_continuation([user("c?")], after=talk.tape.ids, conversation=[*talk.view, user("c?")])
-    drift = drift_from_whole(talk.chat, talk.tokenizer, [*talk.tape.ids, *following.ids], [*talk.view, user("c?")])
+    following = talk.chat.render_continuation(
+        [user("c?")], after=talk.recorder.ids, conversation=[*talk.view, user("c?")]
+    )
+    drift = drift_from_whole(talk.chat, talk.tokenizer, [*talk.recorder.ids, *following.ids], [*talk.view, user("c?")])
     assert "Sent: 'sistant\\n<think>" in drift

@@ -117,15 +117,15 @@ async def test_an_observation_that_does_not_fit_is_cut_with_its_image_or_before_
 
 
 async def test_nothing_is_sampled_after_an_observation_whose_image_was_left_out(agent: af.Agent) -> None:
-    tape = TokenRecorder(sequences := [], max_tokens=10, stop_ids=[IM_END], barred_ids=[PIXEL])  # type: ignore[var-annotated]
-    tape.begin_sequence(RenderedTokens([1, 2]))
-    tape.prompt_ids()
-    tape.append_sampled(Generation([IM_END], [0.0], "stop", 0))
-    tape.append_rendered(RenderedTokens([3, *[PIXEL] * 20, 4], (PlacedImage(image(20), 1, 21),)))
+    recorder = TokenRecorder(sequences := [], max_tokens=10, stop_ids=[IM_END], barred_ids=[PIXEL])  # type: ignore[var-annotated]
+    recorder.begin_sequence(RenderedTokens([1, 2]))
+    recorder.prompt_ids()
+    recorder.append_sampled(Generation([IM_END], [0.0], "stop", 0))
+    recorder.append_rendered(RenderedTokens([3, *[PIXEL] * 20, 4], (PlacedImage(image(20), 1, 21),)))
     assert (list(sequences[0].ids), sequences[0].images) == ([1, 2, IM_END, 3], [])
-    assert tape.remaining == 0
-    tape.begin_sequence(RenderedTokens([1, 2]))
-    assert tape.remaining == 8
+    assert recorder.remaining == 0
+    recorder.begin_sequence(RenderedTokens([1, 2]))
+    assert recorder.remaining == 8
 
 
 async def test_the_output_limit_of_a_tool_cuts_text_and_keeps_image_and_placeholders_together() -> None:
@@ -263,7 +263,7 @@ def test_images_of_results_follow_in_a_message_of_the_user_where_the_template_dr
     assert [(placed.image, placed.stop - placed.start) for placed in rest.images] == [(image(2), 2), (image(1), 1)]
 
 
-# --- on the tape ------------------------------------------------------------------------------------------------------
+# --- on the recorder --------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 4), max_size=6), st.integers(0, 30))
@@ -282,14 +282,14 @@ def test_a_cut_never_parts_an_image(layout: list[int], length: int) -> None:
 
 
 def test_the_same_ids_with_another_image_are_another_conversation() -> None:
-    tape = TokenRecorder(sequences := [], max_tokens=100, stop_ids=[IM_END])  # type: ignore[var-annotated]
-    tape.continue_or_begin(RenderedTokens([1, PIXEL], (PlacedImage(image(1), 1, 2),)))
-    tape.prompt_ids()
-    tape.append_sampled(Generation([IM_END], [0.0], "stop", 0))
+    recorder = TokenRecorder(sequences := [], max_tokens=100, stop_ids=[IM_END])  # type: ignore[var-annotated]
+    recorder.continue_or_begin(RenderedTokens([1, PIXEL], (PlacedImage(image(1), 1, 2),)))
+    recorder.prompt_ids()
+    recorder.append_sampled(Generation([IM_END], [0.0], "stop", 0))
     longer = [1, PIXEL, IM_END, 2]
-    tape.continue_or_begin(RenderedTokens(longer, (PlacedImage(image(1, b"o"), 1, 2),)))
-    tape.prompt_ids()
+    recorder.continue_or_begin(RenderedTokens(longer, (PlacedImage(image(1, b"o"), 1, 2),)))
+    recorder.prompt_ids()
     assert len(sequences) == 2
-    tape.append_sampled(Generation([IM_END], [0.0], "stop", 0))
-    tape.continue_or_begin(RenderedTokens([*longer, IM_END, 3], (PlacedImage(image(1, b"o"), 1, 2),)))
+    recorder.append_sampled(Generation([IM_END], [0.0], "stop", 0))
+    recorder.continue_or_begin(RenderedTokens([*longer, IM_END, 3], (PlacedImage(image(1, b"o"), 1, 2),)))
     assert len(sequences) == 2

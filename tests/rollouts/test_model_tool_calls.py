@@ -50,7 +50,7 @@ async def test_the_model_s_own_format_reads_the_calls_and_the_template_writes_th
     assert answer["tool_call_id"] == call["tool_calls"][0]["id"]
 
 
-def test_an_agent_whose_model_speaks_no_known_format_gets_no_voice() -> None:
+def test_an_agent_whose_model_has_no_known_format_is_refused() -> None:
     with pytest.raises(ConfigError, match="the chat template of 'some-model' speaks of no tool-call format"):
         AgentRuntime.create(agent(), policy([]))
 

@@ -129,7 +129,7 @@ def verdict(family: str, way: str) -> str:
         return "stable" if chat.keeps_thoughts else "drops thoughts"
     except ChatFormatError as error:
         for sign, name in (
-            ("refuses", "refused"),
+            ("rejects", "refused"),
             ("leaves out", "left out"),
             ("not prefix-stable", "rewritten"),
         ):

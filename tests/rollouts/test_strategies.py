@@ -235,9 +235,10 @@ async def test_calls_that_the_chat_format_reads_get_ids_and_stand_as_such_in_the
             calls = tuple(ToolCall("", "move", {"direction": word[1:-1]}) for word in text.split() if word[0] == "<")
             return ParsedReply(text, text.partition("<")[0].strip(), "thoughts", calls)
 
-    chat, tape = Reading(), TokenRecorder([], max_tokens=100, stop_ids=[257])
+    chat, recorder = Reading(), TokenRecorder([], max_tokens=100, stop_ids=[257])
     policy = ScriptedPolicy(["I go <north> <south>"])
-    speaker = TokenTurnGenerator(agent(), policy, chat, ChainStrategy(chat, tape), tape, SamplingParams(), "rollout")  # type: ignore[arg-type]
+    strategy = ChainStrategy(chat, recorder)  # type: ignore[arg-type]
+    speaker = TokenTurnGenerator(agent(), policy, chat, strategy, recorder, SamplingParams(), "r")  # type: ignore[arg-type]
     said = await speaker.generate_turn([{"role": "user", "content": "go"}])
     assert (said.content, said.reasoning) == ("I go", "thoughts")
     assert [one.arguments["direction"] for one in said.calls] == ["north", "south"]

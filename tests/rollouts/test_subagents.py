@@ -386,7 +386,7 @@ def test_a_subagent_that_has_changed_is_noticed_when_a_run_is_gone_on_with():
     assert traits(max_turns=3) != traits()
 
 
-def test_a_voice_without_a_policy_for_a_subagents_model_is_refused():
+def test_a_runtime_without_a_policy_for_a_subagents_model_is_refused():
     other = Agent(model="other").as_tool("Finds.", name="research")
     with pytest.raises(ConfigError, match="'other'"):
         AgentRuntime.create(boss(other), ScriptedPolicy([]))

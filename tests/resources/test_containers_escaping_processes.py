@@ -135,7 +135,7 @@ from agentfly.resources.containers.bubblewrap.backend import make_launcher
 from agentfly.resources.containers.container import Container
 from agentfly.resources.containers.spec import ContainerSpec
 sys.path.insert(0, sys.argv[3])
-from test_containers_outliving import first_process, hold
+from test_containers_escaping_processes import first_process, hold
 
 async def main():
     launcher = make_launcher(Tier.USER, cgroups=False) if sys.argv[2] == "user" else make_launcher()
